@@ -102,7 +102,7 @@ def place(setting: str, environ: Mapping[str, str], host: str, port: int) -> Pat
 
 
 def log_old_file(path: Path | None) -> None:
-    """Log that the file of earlier versions, beside the default file, is not read."""
+    """Log that a file of an earlier version, in the same folder, is not read."""
     if path is not None and path.name != OLD_NAME and (old := path.with_name(OLD_NAME)).exists():
         _log.info("old_state_ignored", path=str(old), hint="proxies shared it: delete it, or name it as state_file")
 

@@ -23,7 +23,7 @@ class Entries:
 
 
 def with_entries(config: Config, entries: Entries) -> tuple[Config, frozenset[EntryProblem]]:
-    """The configuration with these entries beside its own, and the entries that are left out.
+    """Returns the configuration with these entries added to its own, and the entries that are left out.
 
     On a conflict, the entry of the configuration counts. A band without a name gets the name of its first objective.
     """

@@ -1,4 +1,4 @@
-"""Settings that are valid but have no effect beside other settings. `llmproxy check` warns of them.
+"""Settings that are valid but have no effect because of other settings. `llmproxy check` warns of them.
 
 The rules of a key are metadata of its field.
 """
@@ -79,7 +79,7 @@ def unless_policy(kind: str, *names: str) -> Rule:
 
 
 def unless_url(*prefixes: str) -> Rule:
-    """A rule for a field that counts for backends with such a URL. Without a backend in the file, flags may add one."""
+    """A rule for a field that has no effect unless some URL has one of these prefixes. Flags may add the first URL."""
     return unless(
         lambda config: not config.backends or any(one.url.startswith(prefixes) for one in config.backends),
         f"the url of no backend begins with {' or '.join(prefixes)}",

@@ -160,7 +160,7 @@ class KnownLimit(Struct, frozen=True):
     """
 
     limit: int
-    settled: bool  # The limit was reached; otherwise the engine was never seen full.
+    settled: bool  # Whether the limit was reached; otherwise the engine was never seen full.
     models: tuple[str, ...]  # Sorted.
     max_model_len: int | None = None
 

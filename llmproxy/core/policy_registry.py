@@ -33,9 +33,9 @@ class Faults:
             self._noted.append(fault)
 
     def take(self, now: float) -> list[tuple[Exception, int]]:
-        """Returns the exceptions since the last call, at most one per line of code and FAULT_REPORT_S.
+        """Returns the exceptions since the last call. Each line of code is reported once in FAULT_REPORT_S.
 
-        Each is paired with the number of exceptions of the same line that were omitted before it.
+        Each is paired with the number of exceptions of its line that were omitted before it.
         """
         noted, self._noted = self._noted, []
         reported: list[tuple[Exception, int]] = []

@@ -1,4 +1,4 @@
-"""Sections of the process: its clients, its ports, and other proxies beside it."""
+"""Sections of the process: its clients, its ports, and the proxies with which it cooperates."""
 
 from __future__ import annotations
 

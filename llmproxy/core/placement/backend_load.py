@@ -201,9 +201,9 @@ class BackendLoad:
         """Returns when the objectives of the backend's streams allow a prompt of `band` again, at the earliest `now`.
 
         If prompts take a share of the time, each token of a stream takes its decoding time / (1 - share). So each
-        objective bounds the share of prompts. For each band from the highest down to `band`,
-        the bound is a mean over the streams of this band and higher bands. The smallest of these means counts, so that
-        no band may use more than a higher band. `band` may use its `ceiling` (0..1] times that mean.
+        objective bounds the share of prompts. The bound of a band is the mean over its own streams and the streams of
+        higher bands. `band` may use `ceiling` (0..1] times the smallest bound of itself and all higher bands, so that
+        no band may use more than a higher band.
         """
         share, streams, tokens_s = 1.0, 0, 0.0
         if self._rationing:

@@ -128,8 +128,8 @@ class PoolScaling(LeaseObserver):
     def arrived(self, request: Request, now: float, *, new: bool, counts: bool) -> None:
         """A request entered the queue.
 
-        Without `new`, it is a further attempt and no arrival. Without `counts`, it waits for a usage limit, which more
-        replicas would not change.
+        `new` is False for a further attempt, which is no arrival. `counts` is False for a request that waits for a
+        usage limit, which more replicas would not change.
         """
         self._asked_s = now
         if request.band < self._settings.from_band or not counts:

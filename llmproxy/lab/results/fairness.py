@@ -81,7 +81,7 @@ class EvenWindows:
         self.least: float | None = None
 
     def look(self, served: Mapping[str, float]) -> None:
-        """`served` is the service so far of each tenant that is now backlogged."""
+        """`served` maps each tenant that is now backlogged to its service so far."""
         self._served.append(served)
         self._in_a_row = Counter({tenant: self._in_a_row[tenant] + 1 for tenant in served})
         lasting = [tenant for tenant, looks in self._in_a_row.items() if looks > self._looks]

@@ -105,7 +105,7 @@ class Loaded(_Model):
 
     @property
     def output_tokens_per_s(self) -> float:
-        """Tokens per second of all bands; 0 without such a time."""
+        """Tokens per second of all bands; 0 if `duration_s` is 0."""
         return sum(self.output_tokens.values()) / self.duration_s if self.duration_s > 0 else 0.0
 
 
@@ -155,7 +155,7 @@ class Point(NamedTuple):
 
 
 class FaultDetection(_Model):
-    """A fault of one replica. `noticed_s`: seconds until a proxy had the replica down or ejected; null if none had."""
+    """A fault of a replica. `noticed_s`: seconds until a proxy ejected it or marked it down; null if no proxy did."""
 
     kind: str
     replica: str

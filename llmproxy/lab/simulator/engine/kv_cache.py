@@ -46,7 +46,7 @@ class KvCache:
     """A cache of `blocks` blocks, including the null block.
 
     Every call takes time proportional to its blocks, not to the size of the cache. `changes`, unless None, collects KV
-    events as vLLM publishes them: if a block has several copies, the first one is stored and the last one is removed.
+    events as vLLM publishes them: only the first copy of a block counts as stored, and only the last copy as removed.
     `match` returns the same results as long as `version` is unchanged.
     """
 
