@@ -1,1 +1,1 @@
-"""Leases from another process: relay workers on this machine, cluster members on others."""
+"""Grants leases to other processes: relay workers on this machine, cluster members on others."""

@@ -96,7 +96,7 @@ ANSWERS = (
     ok("chunks", _chunks(CHUNK + LAST)),
     ok("chunks with an extension and a trailer",
        _chunks(b"%x;evil=1\r\n%s\r\n0\r\nx-evil: 1\r\n\r\n" % (len(BODY), BODY))),
-    ok("neither, and the end of the connection", whole_of(), kept=False, closes=True),
+    ok("no length and no chunks: ends with the connection", whole_of(), kept=False, closes=True),
     ok("`Connection: close`", whole_of(b"connection: close\r\n", SIZE), kept=False, closes=True),
     ok("`100 Continue` before it", b"HTTP/1.1 100 Continue\r\n\r\n" + whole_of(SIZE)),
     ok("`103 Early Hints` with fields before it", b"HTTP/1.1 103 Hints\r\nx-evil: 1\r\n\r\n" + whole_of(SIZE)),
