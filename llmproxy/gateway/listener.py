@@ -36,7 +36,7 @@ class Listener:
     """Whether the service manager keeps the sockets open too, for the next process."""
 
     async def close(self) -> None:
-        """Accept no more connections. Open ones stay."""
+        """Accept no more connections. Open connections stay."""
         self.acceptor.close()
 
     async def wait_closed(self) -> None:
@@ -59,7 +59,7 @@ class Frontend(Protocol):
         """See `RequestHandler.begin_shutdown`."""
 
     async def close_sockets(self) -> None:
-        """Accept no more connections. Open ones stay."""
+        """Accept no more connections. Open connections stay."""
 
     async def wait_idle(self) -> None:
         """Wait until no request runs, or, if another process has taken over, until no connection is open."""

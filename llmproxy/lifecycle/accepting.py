@@ -51,7 +51,7 @@ class Acceptor:
             self._watch(one)
 
     def close(self) -> None:
-        """Accept no more connections. Open ones stay."""
+        """Accept no more connections. Open connections stay."""
         for one in self._sockets:
             if (paused := self._paused.pop(one, None)) is not None:
                 paused.cancel()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 CALLS = 16
 CALLS_SHARE = 32
-"""A turn makes `CALLS` calls, or 1/`CALLS_SHARE` of the waiting calls if that is more, which bounds the queue."""
+"""A turn makes `CALLS` calls, or 1/`CALLS_SHARE` of the waiting calls if that is more, to bound the queue."""
 
 
 class PacedCalls:

@@ -230,7 +230,7 @@ _NAMES = {
     "expected": "last.expected_cached_tokens", "ttft": "last.predicted_ttft",
     "tpot": "last.predicted_tpot", "longest_s": "ended.result.max_gap_s",
 }  # fmt: skip
-"""Names that feed expressions and metric labels use, with their expressions."""
+"""Maps each name that feeds and metric labels use to its expression."""
 
 
 def exit_recorder(

@@ -26,7 +26,7 @@ class KeyMetrics(Collector):
             self._requests[ended.input.tenant, ended.input.key] += 1
 
     def collect(self) -> Iterator[Metric]:
-        """The counter with one series for each configured key, also for unused keys, and no others."""
+        """The counter with a series for each configured key, used or not, and for no other key."""
         known = set(self._keys())
         for gone in self._requests.keys() - known:
             del self._requests[gone]

@@ -70,7 +70,7 @@ class Answers:
     """Captures the answers of one event loop, and hashes the completed ones.
 
     `on_read` gets the grant of each answer, and the block hashes of prompt and answer together, in the form of
-    `Request.prefix`. It is called in a later turn of the loop, never within a call of a method.
+    `Request.prefix`. `on_read` is called in a later turn of the loop, never within a call of a method.
     """
 
     def __init__(self, on_read: Callable[[Grant, Sequence[int]], None]) -> None:

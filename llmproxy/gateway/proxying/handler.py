@@ -222,7 +222,7 @@ class RequestHandler:
                 no_backend_wait_s = min(
                     rules.config.queue.no_backend_wait_s, rules.identity.max_wait_s(received.http.headers)
                 )
-                # A conversation stays with one model of an alias, because only its replicas have the prefix cached.
+                # A conversation stays with one model of an alias: only that model's replicas have cached the prefix.
                 key, previous = received.session or received.id, received.previous
                 beside = None if previous is None else previous.backend
                 target = await self._dispatcher.resolve(asked, no_backend_wait_s, received.body_bytes, key, beside)

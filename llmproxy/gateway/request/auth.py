@@ -103,7 +103,7 @@ class Keys:
 
 
 def presented_digest(headers: Mapping[str, str]) -> bytes:
-    """The digest of the key in a request. A request without a key has the digest of an empty one."""
+    """The digest of the key in a request. A request without a key has the digest of an empty key."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
     return sha256(given.encode("utf-8", "surrogateescape")).digest()

@@ -58,7 +58,7 @@ OPTION_BYTES_MAX = 64 * 1024
 SESSION_CHARS_MAX = 4096
 # More sequences than any engine runs at once. A client's invented number must not count as a fleet full of work.
 SEQUENCES_MAX = 1024
-# The maximum number of sequences that one request is believed to have. An engine runs some after others.
+# The maximum number of sequences that a request is believed to have. An engine does not run all of them at once.
 ANSWERED_MAX = 1 << 20
 _NUMBER_CHARS_MAX = 64
 
@@ -89,7 +89,7 @@ _MEDIA_KEY = re.compile(rb'"(?:%s)"' % b"|".join(name.encode() for name in sorte
 
 
 class BodyReader:
-    """Reads the bodies of one event loop. Large bodies take turns: many stall the loop no longer than a single one."""
+    """Reads the bodies of one event loop. Large bodies take turns: many bodies stall the loop no longer than one."""
 
     def __init__(self, *, prefixes: bool = False, session_members: Sequence[str] = ()) -> None:
         """With `prefixes`, compute the hash chain of every prompt, for a placement that uses prefixes.
@@ -361,7 +361,7 @@ def _string_bytes(text: str) -> int:
 
 
 def _scanned_size(member: Member) -> _Size:
-    """The size of a scanned text member, from the sums over its content."""
+    """The size of a scanned text member, from the counts in `member`."""
     if member.kind is not Kind.ARRAY:
         return _Size(member.text_bytes)
     lists = member.arrays - 1

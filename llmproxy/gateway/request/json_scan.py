@@ -67,7 +67,7 @@ class Kind(Enum):
 
 @dataclass(slots=True)
 class Member:
-    """The value of a member, `body[start:end]`, and sums over its content."""
+    """The value of a member, `body[start:end]`, and counts of its content."""
 
     kind: Kind
     start: int
@@ -208,7 +208,7 @@ def _unescaped(piece: bytes) -> tuple[bytes, int]:
     backslashes = piece.count(b"\\")
     masked = piece.replace(b"\\\\", b"__")
     singles = masked.count(b"\\")
-    # A \uXXXX has six bytes for a character of about three. Every other escape has two for one.
+    # \uXXXX has six bytes for a character of about three bytes. Any other escape has two bytes for one.
     added = (backslashes - singles) // 2 + singles + 2 * masked.count(b"\\u")
     return masked.replace(b'\\"', b"__"), added
 

@@ -28,7 +28,7 @@ _ARGUMENTS = {"vllm_xargs": (), _SAMPLING: ("extra_args",)}
 PRIORITY = "priority"
 GUARDED = frozenset({*TRANSFER, *_ARGUMENTS, PRIORITY})
 """Members that change the work of an engine for other requests. The proxy replaces or refuses them."""
-# Members of `/v1/responses` about stored responses: the response to continue, the id of the new one, whether to store.
+# Members of `/v1/responses` about stored responses: the response to continue, the new response's id, whether to store.
 REQUEST_ID, STORE = "request_id", "store"
 RESPONSE_MEMBERS = (PREVIOUS, REQUEST_ID, STORE)
 

@@ -1,7 +1,7 @@
 """Computes the chain of `prefix_hash` for a large body, in slices.
 
 A parser would block the loop. Instead, one pass over the JSON writes the canonical bytes value by value, and long
-strings piece by piece. The chain is limited: of a body of any size, at most two megabytes of text are read, and the
+strings piece by piece. The chain is limited: at most two megabytes of text are read, and the
 media and skipped members between them.
 """
 

@@ -1,1 +1,1 @@
-"""History for the page and `top`: one row of numbers a second for a day, the last requests, the last events."""
+"""The recent past for the page and `top`: numbers of the last day, the last requests, and the last events."""

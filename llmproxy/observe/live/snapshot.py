@@ -257,7 +257,7 @@ class LiveSnapshot:
         }
 
     def _flows(self, seen: Snapshot) -> list[dict[str, Any]]:
-        """The flows of the last minute, each with its share of its band's tokens and of its band's weights."""
+        """The flows of the last minute, each with its share of the tokens and the weights in its band."""
         recorder, minute = self._recorder, self._recorder.minute
         total = minute.total
         waiting: dict[tuple[str, str], FlowSnapshot] = {

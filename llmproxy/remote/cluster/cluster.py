@@ -1,4 +1,4 @@
-"""The member of a cluster that this process is: its address, its shards, and the connections of other members."""
+"""This process as a member of a cluster: its address, its shards, and the connections of other members."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class Candidate(Protocol):
 
 
 class Election:
-    """The part of one member in an election."""
+    """Takes part in an election, on behalf of one member."""
 
     def __init__(
         self, store: LockStore, name: str, address: str, lock_s: float, candidate: Candidate,

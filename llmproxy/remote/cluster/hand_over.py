@@ -21,7 +21,7 @@ FLOWS_KNOWN_MAX = 50_000
 RATES_MAX = 4096
 """The maximum number of rate limits in a message, so that the message fits into a frame."""
 RATES_KNOWN_MAX = 50_000
-"""The number of rate limits that a member remembers. Older ones count as unused under the next leader."""
+"""The number of rate limits that a member remembers. Older limits count as unused under the next leader."""
 SAME_S = 0.001
 """Debts that end less than this apart are equal: the difference is rounding."""
 
@@ -44,7 +44,7 @@ class HandOver:
         """When `learned` was measured or received: its age decides whether the autoscaler still trusts it."""
 
     def deltas(self, now: float) -> Iterator[Message]:
-        """Yields the changes since the last announcement, if the next one is due."""
+        """Yields the changes since the last announcement, if the next announcement is due."""
         if now < self._announced_s + ANNOUNCE_S:
             return
         self._announced_s = now

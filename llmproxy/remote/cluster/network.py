@@ -135,7 +135,7 @@ class PeerTls:
         await self._ours.watch()
 
     def client(self) -> ssl.SSLContext:
-        """Returns a context for an outgoing connection, from the current files or else the last usable ones."""
+        """Returns a context for an outgoing connection, from the current files or else the last usable files."""
         with suppress(OSError):
             self._client = self._read()
         return self._client

@@ -92,7 +92,7 @@ class MemberPages:
         return self._cluster.shard_for_pool(named)
 
     async def _merged(self, page: Merged, response: web.Response, request: web.BaseRequest) -> web.Response:
-        """Returns a list of the entries of all shards. Entries of other leaders are fetched from them.
+        """Returns a list of the entries of all shards. Entries of other shards come from their leaders.
 
         If a leader fails to answer, its error is the response, because a partial list would look complete. Entries of a
         shard without a leader are listed as this member sees them if the page is `seen_by_all`.

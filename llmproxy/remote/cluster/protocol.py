@@ -1,4 +1,4 @@
-"""The messages between cluster members: the messages of relay workers, and those for connections over a network.
+"""The messages between cluster members: the messages of relay workers, and messages for network connections.
 
 Members share no clock. The sender makes each time relative to its own clock, and the receiver makes it absolute again.
 A lease has the call number of its `Admit`, which the member chose, so that the number is valid under every leader.

@@ -1,4 +1,4 @@
-"""A shard at this member: its election, its sessions while this member leads, else its link to the leader."""
+"""A shard at this member: its election, and its sessions if this member leads, or else its link to the leader."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Shard:
         self.leader_changes = 0
         """How often this member began to lead or to follow a leader."""
         self.last_gap_s: float | None = None
-        """How long this member had no leader before the current one."""
+        """How long this member had no leader before the current leader."""
         self._expected: frozenset[str] = frozenset()
         """Members that should report before a new leader decides: the last announced members."""
         self._until_s = -inf

@@ -106,7 +106,7 @@ class Claim(NamedTuple):
 
 
 def max_min(capacity: float, claims: Mapping[str, Claim]) -> dict[str, float]:
-    """Return the share of `capacity` of each flow, in the unit of `capacity`.
+    """Return how much of `capacity` each flow gets, in the unit of `capacity`.
 
     No flow gets more than its demand. Flows that get less than their demand get equal shares per unit of weight, and no
     other flow gets more per unit. This is progressive filling (Bertsekas and Gallager, "Data Networks", section 6.5.2).

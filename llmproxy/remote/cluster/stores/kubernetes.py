@@ -19,7 +19,7 @@ ADDRESS = "llmproxy/address"
 """The annotation with the address of the holder."""
 CONFLICT, MISSING, FORBIDDEN = 409, 404, 403
 TRIES = 5
-"""Attempts per call. Each conflict means that another member succeeded; more of them are a fault of the server."""
+"""Attempts per call. Each conflict means that another member succeeded. More conflicts are a fault of the server."""
 
 
 class KubernetesLock:
