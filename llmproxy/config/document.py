@@ -218,7 +218,7 @@ class Document:
 
 
 def _children(node: yaml.Node) -> Iterator[tuple[str | int, int, yaml.Node]]:
-    """The values inside `node`, each as key or index, line from 0, and node."""
+    """Yields (key or index, line from 0, node) of each value inside `node`."""
     if isinstance(node, yaml.MappingNode):
         yield from ((key.value, key.start_mark.line, value) for key, value in reversed(node.value))
     elif isinstance(node, yaml.SequenceNode):

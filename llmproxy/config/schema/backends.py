@@ -58,7 +58,7 @@ class BackendConfig(Section):
     group: Name | None = None
     """Group of equal replicas that scale as one (replica_groups)."""
     group_label: Annotated[Name | None, idle.Rule(idle.names_labels)] = Field(default=None, examples=["pool"])
-    """Label of pods with the group. null, or no such label: group."""
+    """Pod label with the group; `group` counts for pods without it. null: no label."""
     role: Annotated[str, one_of(tuple(Role)), idle.Rule(idle.both_roles)] = "both"
     """both, prefill (computes prompts for other servers) or decode (generates their answers)."""
     api_key: ApiKey | None = Field(default=None, repr=False)
@@ -195,7 +195,7 @@ class ReplicaGroupConfig(Section):
 
 class ScalingConfig(Section):
     pools: Names = Field(default=(), examples=[["llama-3.1-8b"]])
-    """Base models that may have no replica: requests are held for queue.no_backend_wait_s and ask for one."""
+    """Base models that may have no replica: requests are held for queue.no_backend_wait_s and ask for a replica."""
     from_band: Criticality = "default"
     """Lowest band whose requests ask for replicas."""
     min: Annotated[Integer, Field(ge=0)] = 1

@@ -411,8 +411,8 @@ class Backend:
     def unstarted(self, lease: int) -> bool:
         """Returns whether the engine has visibly done nothing for `lease`.
 
-        A stream has no byte then. A non-streamed request must be in the engine's queue: a reading younger than the
-        booking shows `n` waiting sequences, all sent by this proxy, and the request is among the newest `n`.
+        This is known of a stream without a byte, and of a non-streamed request in the engine's queue: a reading younger
+        than the booking shows `n` waiting sequences, all sent by this proxy, and the request is among the newest `n`.
         """
         booking = self.bookings[lease]
         if booking.started or booking.request.stream:

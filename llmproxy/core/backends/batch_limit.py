@@ -86,7 +86,7 @@ class BatchLimit:
         self._waited.clear()
 
     def begin_at(self, limit: int, *, converged: bool) -> None:
-        """Starts from a limit of another source, unless a limit is configured or was learned from the gauges.
+        """Starts from a published or restored limit, unless a limit is configured or was learned from the gauges.
 
         `converged`: the engine is known to run no more than `limit`. The gauges may correct it later.
         """

@@ -41,7 +41,7 @@ class Catalogue:
     to the pool of the backend that lists it. The name of a pool is the base model that most of its backends list; on a
     tie, the base model that is first in most listings, then the first in alphabetical order. So the name depends on
     the listings alone, and a roll-out from one served name to another changes it once. A name in `apart` or `named`
-    takes precedence. Listings of backends that are down still count.
+    takes precedence over these rules. Listings of backends that are down still count.
     """
 
     def __init__(self, backends: Iterable[str], aliases: Aliases) -> None:

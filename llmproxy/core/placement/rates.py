@@ -40,7 +40,7 @@ ATTENTION_WEIGHT = 10.0
 about seventy times as much."""
 TIERS = 8
 """Number of tiers of adapters. In tier k, the backend has loaded fewer than 2**k other adapters since it last used this
-one. The last tier has all other adapters, also adapters that the backend never had."""
+adapter. The last tier has all other adapters, also adapters that the backend never had."""
 
 
 class Attention:

@@ -136,7 +136,7 @@ class StagedPlacement(Placement):
         excluded: frozenset[str],
         now: float,
     ) -> Placed | NoMatch | None:
-        """Returns a place for the prefill stage and names the backend of the decode stage; None: do not split it."""
+        """Returns the place of the prefill stage, which names the backend of the decode stage; None for no split."""
         inner = self.inner
         prompt = as_prefill(request)
         paused = self._paused_until_s

@@ -92,7 +92,7 @@ class Headroom:
 
         It is closed to a band below `default` while a higher band is in use, because requests of the higher band would
         wait behind this band in the engine. It is closed to a band above `default` beyond the load that the engine was
-        seen to run (`doubtful`), because the request would wait in the engine behind requests of lower bands.
+        seen to run (`doubtful`), because the request would wait in the engine behind earlier requests.
         """
         if band == DEFAULT or not any(view.waiting for view in views):
             return views

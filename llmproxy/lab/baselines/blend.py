@@ -17,7 +17,7 @@ ADAPTER_SLOT_FREE = 0.6
 def _scores(request: Request, view: View) -> tuple[float, float, float, float]:
     """Returns (queue, KV cache, load, adapter) scores, each 0..1.
 
-    Scores do not depend on other backends: scaled to their longest queue, one request could score like fifty.
+    Scores do not depend on other backends. So a queue of one always scores better than a queue of fifty.
     """
     kv_used = view.kv_used + (request.prompt_tokens / view.kv_tokens if view.kv_tokens else 0.0)
     return (

@@ -40,7 +40,7 @@ TOKENIZER_INFO: Body = {
     "chat_template": "{% for m in messages %}{{ m['content'] }}\n{% endfor %}",
     "truncation_side": "left",
 }
-"""The fields that clients look for, as an engine with --enable-tokenizer-info-endpoint answers them."""
+"""The fields that clients look for, with the values that an engine with --enable-tokenizer-info-endpoint returns."""
 
 
 class Routes:
