@@ -39,7 +39,7 @@ class TraceContext(Struct, frozen=True):
     """The place of one request in its trace. Ids are hexadecimal."""
 
     trace_id: str
-    span_id: str  # The request at this proxy.
+    span_id: str  # The span of the request at this proxy.
     parent_id: str  # The client's span, "" if the trace begins here.
     sampled: bool
     linked: tuple[str, str] | None = None  # (trace, span) of a client that is not trusted.

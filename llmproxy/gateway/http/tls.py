@@ -16,7 +16,7 @@ from llmproxy.gateway.http.errors import Failure
 from llmproxy.gateway.http.wrong_protocol import plain_http
 
 if TYPE_CHECKING:
-    # uvloop's class is a copy of this one, and type checkers know this one.
+    # uvloop's class is a copy of asyncio's class, which type checkers know.
     from asyncio.sslproto import SSLProtocol
 else:
     from uvloop.loop import SSLProtocol

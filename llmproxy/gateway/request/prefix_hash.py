@@ -47,7 +47,7 @@ PROMPT_MEMBERS: Mapping[BodyKind, tuple[str, ...]] = {
 SALT = "cache_salt"
 # The engine inserts a stored conversation, unknown here, between the instructions and the input of such a body.
 PREVIOUS = "previous_response_id"
-# The engine drops the first line of a system text if it begins with this.
+# The engine drops the first line of a system text if the line begins with this.
 HEADER = "x-anthropic-billing-header"
 _HEADER_BYTES = HEADER.encode()
 

@@ -1,8 +1,8 @@
 """Computes the chain of `prefix_hash` for a large body, in slices.
 
 A parser would block the loop. Instead, one pass over the JSON writes the canonical bytes value by value, and long
-strings piece by piece. The chain is limited: at most two megabytes of text are read, and the
-media and skipped members between them.
+strings piece by piece. The chain is limited: at most two megabytes of text are read, and the media and skipped members
+between them.
 """
 
 from __future__ import annotations

@@ -191,7 +191,7 @@ class Cluster:
 
     @property
     def calls(self) -> Calls | None:
-        """Calls to the leader of the default shard; None if this member leads it, or without a leader."""
+        """Makes calls to the leader of the default shard. None if this member leads the shard, or without a leader."""
         return self.default.calls
 
     def state(self) -> tuple[ShardState, ...]:

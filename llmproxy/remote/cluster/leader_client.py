@@ -120,7 +120,7 @@ class LeaderClient:
         self._unsent: deque[Message] = deque(maxlen=UNSENT_MAX)
         self._prefixes = _Prefixes(local.pools.backends)
         self.calls: Callable[[], Calls | None] = lambda: None
-        """Returns the calls to the leader that need no lease; None unless a leader in another process is connected."""
+        """Makes calls to the leader that need no lease. None unless a leader in another process is connected."""
         self.draining = False
         self.granting = True
 

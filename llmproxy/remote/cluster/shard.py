@@ -402,7 +402,7 @@ class Shard:
 
     @property
     def calls(self) -> Calls | None:
-        """The calls to the leader that need no lease; None unless a leader in another process is connected."""
+        """Makes calls to the leader that need no lease. None unless a leader in another process is connected."""
         return None if self._link is None else self._link.calls
 
     async def caught_up(self) -> None:

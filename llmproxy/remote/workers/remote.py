@@ -32,7 +32,7 @@ _FRAMING = frozenset({b"content-length", b"transfer-encoding", b"expect"})
 
 
 class Calls:
-    """Pending calls of this process to the scheduler or leader. All calls are refused once the connection is lost."""
+    """Makes calls to the scheduler or leader. All pending calls are refused once the connection is lost."""
 
     def __init__(self, channel: Channel[Any], serial: Iterator[int] | None = None) -> None:
         """`serial` yields call numbers. By default, they count from 1."""
