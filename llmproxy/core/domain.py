@@ -75,7 +75,7 @@ class RequestFacts(Struct, frozen=True):
     prompt_tokens: int | None = None  # Exact; None unless the prompt consists of token ids.
     max_tokens: int | None = None
     sequences: int = 1  # Sequences that the engine runs at once: `n` times the number of prompts.
-    prepared: bool = False  # The engine works before prefill: media, a grammar or a very large body.
+    prepared: bool = False  # Media, a grammar or a very large body keep the engine busy before prefill.
 
 
 class Slo(Struct, frozen=True):

@@ -20,7 +20,7 @@ class LeaseRecord(Struct, eq=False):
     backend: Backend
     at_s: float
     guaranteed: bool  # Granted by the minimum share of the band.
-    cold: bool  # The adapter was not believed to be resident.
+    cold: bool  # Whether the adapter probably had to be loaded.
     answers_on: Backend | None = None  # Of a prefill stage: the backend with the reserved slot for the decode stage.
     prefilled_on: Backend | None = None  # Of a decode stage: the backend from which it fetches the KV blocks.
     started: bool = False  # The first token arrived.

@@ -91,11 +91,11 @@ class AttemptResult:
     verdict: Verdict = Verdict.CLIENT_GONE
     # Whether another backend may be tried; NO once the client has received a byte.
     again: Again = Again.NO
-    # The request may have crashed the engine.
+    # Whether the request may have crashed the engine.
     deadly: bool = False
-    # A prefill stage succeeded, and the decode stage follows on another backend.
+    # Whether a prefill stage succeeded, so that the decode stage follows on another backend.
     prefilled: bool = False
-    # The request should be retried without a split.
+    # Whether the request should be retried without a split.
     unsplit: bool = False
 
 

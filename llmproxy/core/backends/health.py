@@ -63,8 +63,8 @@ class Hang:
     since_s: float  # Start of the silence.
     owed: int  # Requests that wait for a first byte.
     stopped: int  # Streams that stopped together, if that is the evidence.
-    idle: bool = False  # The engine shows none of the requests that were sent to it.
-    unanswered: bool = False  # Polls have no answer either.
+    idle: bool = False  # Whether the gauges show none of the requests that were sent to the engine.
+    unanswered: bool = False  # Whether polls have no answer either.
 
     def why(self, now: float) -> str:
         if self.idle:

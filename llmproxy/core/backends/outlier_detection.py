@@ -90,7 +90,7 @@ class OutlierDetection:
     # --- events of leases ----------------------------------------------------------------------------------------
 
     def booked(self, lease: int, request: Request, placed: Placed, cold: bool, now: float) -> None:
-        """Notes a granted lease. `cold`: the adapter is not believed to be resident on the backend."""
+        """Notes a granted lease. `cold`: whether the adapter probably has to be loaded."""
         backend = self._backends.get(placed.backend)
         if backend is None:
             backend = self._backends[placed.backend] = BackendStreams(PendingLoads(self._longest_load), now)

@@ -129,7 +129,7 @@ class StreamSpan(Struct, eq=False):
     tokens_ahead: float  # Prompt tokens to compute before the first byte, with `own_tokens`, at the booking.
     since_s: float  # Start of the span.
     adapter: str | None
-    cold: bool  # The adapter was not believed to be resident.
+    cold: bool  # Whether the adapter probably had to be loaded.
     fetched: bool = False  # Another backend computed the prompt.
     loads_ahead: int = 0  # Adapters that may have been loaded before the first byte.
     tokens: int = 0  # Tokens of the answer at the start of the span.

@@ -61,9 +61,9 @@ class ReplicaFacts(Struct, frozen=True):
     max_adapters: int | None = None
     # Speed relative to the usual replica.
     pace: float = 1.0
-    # A prefill replica.
+    # Whether it is a prefill replica.
     for_prompts: bool = False
-    # No room for another request of `from_band` or above.
+    # Whether it has no room for another request of `from_band` or above.
     full: bool = False
     backend: str = ""
 
