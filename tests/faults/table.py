@@ -25,7 +25,7 @@ PAGE = ROOT / "docs" / "reference" / "faults.md"
 TEXT_MAX = 110
 STAGES = """\
 The faulty replica has one stage of a [split request](../how-to/disaggregation.md), and the other replicas are healthy.
-A faulty prefill is invisible to the client: it got 200 from another replica each time."""
+With a faulty prefill replica, clients always got 200. *Mode* is the label in `llmproxy_disaggregation_total`."""
 
 
 def client_saw(received: Received, seen: Seen) -> str:
@@ -97,7 +97,10 @@ async def page() -> str:
         kinds = [""] if rows[0] == rows[1] else [" (stream)", " (one piece)"]
         replicas += [(fault.name + kind, row) for kind, row in zip(kinds, rows, strict=False)]
     lines += [*joined(replicas), "", "## Stages", "", STAGES, ""]
-    lines += ["| as prefill | as decode, the client saw | as decode | a replica that… |", "| --- " * 4 + "|"]
+    lines += [
+        "| mode, faulty prefill | client saw, faulty decode | mode, faulty decode | a replica that… |",
+        "| --- " * 4 + "|",
+    ]
     stages: list[tuple[str, tuple[str, ...]]] = []
     for fault in MISBEHAVIOURS:
         first = await play(fault, "whole", stage=Stage.PREFILL)
@@ -115,7 +118,7 @@ async def page() -> str:
     for client in CLIENT_FAULTS:
         lines.append("| " + " | ".join((_cell(client.name), *client_row(await observe(client)))) + " |")
     lines += ["", "## Polls", "", "There is one replica. A good poll makes it available again.", ""]
-    lines += ["| a replica that… | client saw | available | known of its load | log said |", "| --- " * 5 + "|"]
+    lines += ["| a replica that… | client saw | available | known load | log said |", "| --- " * 5 + "|"]
     lines += ["| " + " | ".join(row) + " |" async for row in poll_rows()]
     lines += [
         "",
