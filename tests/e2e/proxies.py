@@ -175,8 +175,8 @@ class ProxyUnderTest:
 
     def _samples(self, name: str) -> list[Sample]:
         """The samples of one metric. To write and parse the whole page takes longer than most tests."""
-        families = self.app.metrics.registry.restricted_registry([name]).collect()
-        return [sample for family in families for sample in family.samples]
+        families = self.app.metrics.registry.collect()
+        return [sample for family in families for sample in family.samples if sample.name == name]
 
     async def settled(self) -> None:
         """Wait until every request has ended and every engine has nothing to do."""

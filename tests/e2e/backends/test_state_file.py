@@ -6,7 +6,7 @@ from pathlib import Path
 
 from llmproxy.backends.state_file import State, StateFile
 from llmproxy.core.domain import KnownLimit
-from llmproxy.lab.simulator.replica import ReplicaOptions
+from llmproxy.lab.simulator.replica import Replica, ReplicaOptions
 from tests.e2e.proxies import serving, until
 
 
@@ -28,10 +28,11 @@ async def test_backend_begins_with_the_remembered_limit_of_its_url(tmp_path: Pat
             return State(remembered)
 
     remembered: dict[str, KnownLimit] = {}
-    async with serving(ReplicaOptions()) as one:
-        models, length = one.app.pools.backends["b0"]._kind or ((), None)
-        urls = [replica.url for replica in one.replicas]
-        for of, begins in ((models, 7), (("another",), one.app.pools.settings.capacity.initial_batch_limit)):
-            remembered[urls[0]] = KnownLimit(7, True, of, length)
-            async with serving(extra=urls, state=Remembered(tmp_path / "state.json")) as next_one:
+    async with Replica(ReplicaOptions()) as replica:
+        async with serving(extra=[replica.url]) as one:
+            models, length = one.app.pools.backends["b0"]._kind or ((), None)
+            initial = one.app.pools.settings.capacity.initial_batch_limit
+        for of, begins in ((models, 7), (("another",), initial)):
+            remembered[replica.url] = KnownLimit(7, True, of, length)
+            async with serving(extra=[replica.url], state=Remembered(tmp_path / "state.json")) as next_one:
                 assert next_one.app.pools.backends["b0"].limit.value == begins

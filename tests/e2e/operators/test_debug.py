@@ -132,7 +132,7 @@ async def test_a_choice_is_shown_with_prices_and_predictions(tmp_path: Path) -> 
         assert (explained["placement"], pool["pool"], pool["priced"]) == ("cost", "base", True)
         assert (choice["request"], choice["model"], choice["chosen"]) == ("first", "base", answers["first"].backend)
         assert {chosen["backend"], other["backend"]} == {"b0", "b1"}
-        assert chosen["line"].startswith(f"{choice['chosen']}: ")
+        assert (chosen["backend"], chosen["price"].split()[0]) == (choice["chosen"], f"{chosen['total_s']:.3f}")
         # In the order in which they were first read.
         assert sorted(backend["backend"] for backend in pool["learned"]["backends"]) == ["b0", "b1"]
         assert [one["request"] for one in (await proxy.get(f"{EXPLAIN}?limit=2")).json["pools"][0]["choices"]] == [
