@@ -41,7 +41,7 @@ def advice(key: str, instead: str) -> str:
 
 
 def current(key: str) -> str:
-    """The present name of a dotted key, which may be an old name."""
+    """Returns the current name of a dotted key; an old name is translated."""
     return OLD_KEYS.get(key, key)
 
 

@@ -1,4 +1,4 @@
-"""Shared rates by the generic cell rate algorithm: the store has, for each rate, the time at which it is full.
+"""Rate limits shared by proxies. For each limit, the store keeps the time at which its allowance is full again.
 
 A rate of N per minute refills by 1 every 60/N s. Amounts are therefore counted in seconds on the store's clock. Taking
 an amount of 5 s makes the rate full 5 s later. The stored time is equivalent to a token bucket of one minute, and its

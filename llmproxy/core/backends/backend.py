@@ -174,7 +174,7 @@ class Backend:
 
     @property
     def known_limit(self) -> KnownLimit | None:
-        """The learned batch limit for a later process; None if nothing was learned."""
+        """Returns the learned batch limit, with which the next process begins; None if nothing was learned."""
         known = self.limit.known
         if known is None or self._kind is None or self.reading is None:
             return None

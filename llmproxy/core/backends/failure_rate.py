@@ -45,9 +45,9 @@ class FailureRate:
     def outlier(self, others: Iterable[FailureRate]) -> str | None:
         """Returns why the backend is an outlier of its pool; None if it is not.
 
-        A backend is an outlier if, at the failure rate of the others, as many failures or more have a probability below
-        CHANCE (binomial test). A failure and a success are added to the counts of the others (Laplace's rule of
-        succession), because a few successful answers prove little.
+        Suppose that the backend failed at the rate of the others. It is an outlier if its failures, or more, would then
+        have a probability below CHANCE (binomial test). A failure and a success are added to the counts of the
+        others (Laplace's rule of succession), because a few successful answers prove little.
         """
         answers, failures = len(self._failed), self.failures
         if failures < FAILURES_MIN:

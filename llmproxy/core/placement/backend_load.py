@@ -357,7 +357,7 @@ class BackendLoad:
         return None
 
     def _end_stretch(self, rates: PoolRates) -> None:
-        """Learn from the time up to the last first byte: load times if adapters were loaded, else prompt times."""
+        """Ends the stretch and learns from its length: load times if adapters were loaded, else prompt times."""
         if not self._begun:
             return
         if self._tokens and self._known:

@@ -67,7 +67,7 @@ class Placement(ABC):
         return [view for view in views if view.has_room(ceiling)]
 
     def changes_at(self, now: float) -> float | None:
-        """Returns when a waiting request may find a place without any event; None if that takes an event."""
+        """Returns the next time at which a waiting request may find a place by time alone; None if there is none."""
         return None
 
     def work_s(self, requests: int, prompt_tokens: int, output_tokens: int, views: Sequence[View]) -> float | None:

@@ -76,12 +76,12 @@ class Deadlines:
             heap.push(due_s, queued, waiting)
 
     def next(self, now: float) -> float | None:
-        """Returns when the next request is due if the running clock does not change; None without requests."""
+        """Returns when the next request is due, as long as the same clock runs; None without requests."""
         entry = self._heaps[self._running].least()
         return None if entry is None else now + entry[0] - self._clocks[self._running].read(now)
 
     def left_s(self, queued: Queued, now: float) -> float:
-        """Returns the seconds that `queued` may still wait if the running clock does not change."""
+        """Returns the seconds that `queued` may still wait, as long as the same clock runs."""
         return queued.due_s[self._running] - self._clocks[self._running].read(now)
 
     def own_left_s(self, queued: Queued, now: float) -> float:

@@ -322,7 +322,7 @@ class Relay:
 
 
 def fail_without_stream(attempt: Attempt) -> None:
-    """Fail an attempt whose answer is no stream, after the client has got the head of a stream and comments."""
+    """Fails an attempt whose answer is no stream, after the proxy has sent the head of a stream and comments."""
     message = "The backend did not answer with an uncompressed event stream, and the client has begun to read a stream."
     attempt.fail(Outcome.UPSTREAM_STATUS, Cause.ERROR, message)
     attempt.status = 502

@@ -136,10 +136,10 @@ class StoredResponses:
     async def previous(self, members: Mapping[str, Any], tenant: Tenant, rules: Rules) -> Previous | None:
         """The response that a request of `tenant` continues; None if it continues none.
 
-        `members` are the members of the request body about stored responses. The engine refuses an id that is not a
-        string. If tenants are configured, raises Failure: 404 unless the response is known to belong to the tenant, and
-        400 for a `request_id`, because an engine would store the new response under that id and could replace a
-        response of another tenant.
+        `members` are the members of the request body about stored responses. An id that is not a string is left to the
+        engine, which refuses it. If tenants are configured, raises Failure: 404 unless the response is known to belong
+        to the tenant, and 400 for a `request_id`, because an engine would store the new response under that id and
+        could replace a response of another tenant.
         """
         owned = bool(rules.config.tenants)
         if owned and REQUEST_ID in members:
@@ -178,7 +178,7 @@ class StoredResponses:
         sender: Client,
         shutting_down: Callable[[], bool],
     ) -> tuple[web.StreamResponse, Outcome, str | None]:
-        """Send a request of `tenant` about one stored response to its backend.
+        """Forwards a request of `tenant` about a stored response, to the backend that has this response.
 
         `own_id` is the id of this request. Returns the response to the client, the outcome, and the error or None.
         Raises Failure.
