@@ -24,7 +24,7 @@ $(BIN)/llmproxy: pyproject.toml .ci/runtime.txt .ci/build.txt
 demo: $(BIN)/llmproxy
 	@exec $(BIN)/llmproxy demo
 
-# Three minutes on two cores. mypy runs beside the tests, and reads the product alone: the types of the tests are checked
+# Four minutes on two cores. mypy runs beside the tests, and reads the product alone: the types of the tests are checked
 # by `make test-all`.
 test: .venv
 	@mkdir -p .cache
