@@ -143,8 +143,8 @@ class VirtualLock:
             self._held = None
         return self._held
 
-    async def release(self, holder: str) -> None:
-        if self._held is not None and self._held.holder == holder:
+    async def release(self, holder: str, epoch: int) -> None:
+        if self._held is not None and self._held.holder == holder and self._held.epoch <= epoch:
             self._held = None
 
     async def close(self) -> None:

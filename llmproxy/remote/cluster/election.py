@@ -54,8 +54,8 @@ class LockStore(Protocol):
     async def holder(self) -> Leadership | None:
         """Returns the holder of the lock; None if it is free. Raises StoreError."""
 
-    async def release(self, holder: str) -> None:
-        """Free the lock if `holder` has it. Raises StoreError."""
+    async def release(self, holder: str, epoch: int) -> None:
+        """Free the lock if `holder` has it with an epoch up to `epoch`. Raises StoreError."""
 
     async def close(self) -> None: ...
 
@@ -208,7 +208,11 @@ class Election:
             # A call that is under way could take the lock again: wait for it.
             async with asyncio.timeout(FENCE_SHARE * self._lock_s), self._store_access:
                 if self._may_hold_lock:
-                    await self._store.release(self._name)
+                    # A `take` that was never answered may have begun the next epoch.
+                    released = self._epoch + 1
+                    # A release that the store carries out late must not free the lock of this member's next term.
+                    self._epoch = released + 1
+                    await self._store.release(self._name, released)
                     self._may_hold_lock = False
         except (StoreError, TimeoutError) as error:
             self._on_store_error(str(error) or "it does not answer")

@@ -59,9 +59,9 @@ class Store:
         found: Leadership | None = await self._carried_out(self._holder)
         return found
 
-    async def release(self, holder: str) -> None:
+    async def release(self, holder: str, epoch: int) -> None:
         def free() -> None:
-            if self.held is not None and self.held.holder == holder:
+            if self.held is not None and self.held.holder == holder and self.held.epoch <= epoch:
                 self.held = None
 
         await self._carried_out(free)

@@ -50,9 +50,9 @@ class MemoryLock:
             self.held = None
         return self.held
 
-    async def release(self, holder: str) -> None:
+    async def release(self, holder: str, epoch: int) -> None:
         self._asked_by(holder)
-        if self.held is not None and self.held.holder == holder:
+        if self.held is not None and self.held.holder == holder and self.held.epoch <= epoch:
             self.held = None
 
     async def close(self) -> None: ...

@@ -237,6 +237,24 @@ async def test_a_lock_that_was_taken_without_an_answer_is_given_up() -> None:
     assert store._holder() is None
 
 
+@pytest.mark.parametrize("late_s", [FENCE_S + 0.5, FENCE_S + 2.0])
+@virtual
+async def test_a_release_that_the_store_carries_out_late_does_not_free_a_later_term(late_s: float) -> None:
+    store = Store()
+    a, b = Member(store, "a"), Member(store, "b")
+    await asyncio.sleep(0.5)
+    b.reachable = False
+    store.before_s = late_s
+    resigning = asyncio.create_task(a.election.resign())
+    await asyncio.sleep(0.0)
+    store.before_s = 0.0
+    await resigning
+    a.election.campaign()
+    await asyncio.sleep(2 * LOCK_S)
+    assert a.is_leader
+    check(a, b)
+
+
 @virtual
 async def test_member_without_the_lock_asks_for_no_release() -> None:
     store = Store()
