@@ -69,11 +69,21 @@ class Replica:
         return self._service.in_flight
 
     async def __aenter__(self) -> Self:
-        await self._start()
+        # This socket does not listen. It reserves the port while a fault or a restart has closed the listener.
+        self._reserved = socket.socket()
+        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._reserved.bind((self.host, self.port))
+            self.port = self._reserved.getsockname()[1]
+            await self._start()
+        except BaseException:
+            self._reserved.close()
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._stop()
+        self._reserved.close()
 
     async def idle(self) -> None:
         """Wait until no generation request is in flight."""
@@ -106,7 +116,6 @@ class Replica:
             access_log=None,
         )
         listener = socket.create_server((self.host, self.port), backlog=1024)
-        self.port = listener.getsockname()[1]
         if self._service.nixl is not None:
             self._service.nixl.open(self.host, self.port)
         self._listening = await loop.create_server(self._server, sock=listener)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 from dataclasses import replace
 
 import aiohttp
@@ -359,3 +360,19 @@ async def test_cancelling_stops_a_served_replica(capsys: pytest.CaptureFixture[s
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_a_replica_that_refuses_connections_keeps_its_port() -> None:
+    """Its clients must not reach another process there."""
+    async with Replica(FAST) as replica:
+        replica.faults.set(FaultKind.REFUSE)
+        await until(lambda: not is_open(replica.port))
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind((replica.host, replica.port))
+        await replica.restart()
+        assert is_open(replica.port)
+
+
+def is_open(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
