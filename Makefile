@@ -6,7 +6,7 @@ BIN := .venv/bin
 # compile the program and its libraries anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-rest lint types contracts unit slow durations browser deploy-test tour numbers newest fuzz hostile chaos compat monitoring bench live lab lab-full docs reference lock audit sbom clean
+.PHONY: demo test test-all test-rest lint types contracts unit slow durations calls browser deploy-test tour numbers newest fuzz hostile chaos compat monitoring bench live lab lab-full docs reference lock audit sbom clean
 
 # The tested packages, on top of those that the program itself needs.
 .venv: $(BIN)/llmproxy .ci/requirements.txt
@@ -65,6 +65,10 @@ slow: .venv
 # On an idle machine. A test that is recorded with more than 2 s must be marked slow.
 durations: .venv
 	$(PYTEST) -m "not slow" --record-durations
+
+# The Python calls of one request, in the table of docs/development/testing.md.
+calls: .venv
+	$(BIN)/python -m tests.calls.measure
 
 # The page in a real browser. Without one it says so, and installs nothing.
 browser: .venv
