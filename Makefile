@@ -24,13 +24,13 @@ $(BIN)/llmproxy: pyproject.toml .ci/runtime.txt .ci/build.txt
 demo: $(BIN)/llmproxy
 	@exec $(BIN)/llmproxy demo
 
-# Four minutes on two cores. mypy runs beside the tests, and reads the product alone: the types of the tests are checked
-# by `make test-all`.
+# Three minutes on two cores. The checks run beside the tests and are printed after them. mypy reads the product alone
+# here: the types of the tests are checked by `make test-all`.
 test: .venv
 	@mkdir -p .cache
-	@$(MAKE) --no-print-directory types TYPED=llmproxy > .cache/types.txt 2>&1 & \
-	$(MAKE) --no-print-directory lint contracts unit; tests=$$?; \
-	wait $$!; types=$$?; cat .cache/types.txt; exit $$((tests + types))
+	@$(MAKE) --no-print-directory lint contracts types TYPED=llmproxy > .cache/checks.txt 2>&1 & \
+	$(MAKE) --no-print-directory unit; tests=$$?; \
+	wait $$!; checks=$$?; cat .cache/checks.txt; exit $$((tests + checks))
 
 # Everything that continuous integration runs: twenty minutes on two cores.
 test-all: test test-rest

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,16 +27,37 @@ RECORDED: dict[str, float] = json.loads(DURATIONS.read_text())
 RECORDED_S = 1.0
 FAST_S = 2.0
 
+ON_UVLOOP = ("tests/e2e/", "tests/faults/", "tests/remote/cluster/")
+"""A test that hangs on uvloop is out of reach of the alarm that ends others; a thread still ends it."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record-durations", action="store_true", help=f"write {DURATIONS.name}; `make durations`")
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """Half as many workers again as cores, because many tests wait for a time of real sockets and processes."""
+    return (os.cpu_count() or 1) * 3 // 2
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage among modules and tests: nearly all of them stay, and each collection would visit them all."""
+    gc.disable()
+    collected = yield
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+    return collected
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark all cases of a test with `sampled(n)` as slow, except the first of each n."""
+    """Mark tests on uvloop, and as slow all cases of a test with `sampled(n)` except the first of each n."""
     cases: Counter[str] = Counter()
     for item in items:
+        if item.nodeid.startswith(ON_UVLOOP) and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(60, method="thread"))
         sampled = item.get_closest_marker("sampled")
         if sampled is None:
             continue

@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -61,8 +61,10 @@ class Found:
 def found_patterns() -> list[Found]:
     """Returns every pattern of the package. Raises UnreadError for a pattern that is built at run time."""
     found: list[Found] = []
-    for path in sorted(ROOT.rglob("*.py")):
-        tree = ast.parse(path.read_text())
+    for path, text in _sources().items():
+        if "import re" not in text:
+            continue
+        tree = ast.parse(text)
         names = {id(call): name for name, call in _assigned(tree)}
         for call in ast.walk(tree):
             if isinstance(call, ast.Call) and _is_re(call.func):
@@ -74,6 +76,11 @@ def found_patterns() -> list[Found]:
                 elif call.func.attr in METHODS:
                     found.append(Found(where, _evaluated(path, call), (call.func.attr,)))
     return found
+
+
+@cache
+def _sources() -> dict[Path, str]:
+    return {path: path.read_text() for path in sorted(ROOT.rglob("*.py"))}
 
 
 def _is_re(node: ast.expr) -> bool:
@@ -88,7 +95,8 @@ def _assigned(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
 
 def _uses(name: str, home: Path) -> tuple[str, ...]:
     """Returns the methods that the package calls on this name; none if the name is passed to other code too."""
-    text = "\n".join(path.read_text() for path in ([home] if name.startswith("_") else ROOT.rglob("*.py")))
+    texts = [_sources()[home]] if name.startswith("_") else [text for text in _sources().values() if name in text]
+    text = "\n".join(texts)
     calls = re.findall(rf"\b{name}\b(?!\s*=[^=])(?:\.(\w+)\()?", text)
     return tuple(sorted(set(calls))) if calls and all(method in METHODS for method in calls) else ()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,18 +14,9 @@ from llmproxy.observe import logs
 from tests.e2e.leftovers import CountingLoop
 from tests.e2e.proxies import FAST, ProxyUnderTest, serving
 
-HERE = Path(__file__).parent
-
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], Any]]:
     return {"uvloop": CountingLoop}
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test that hangs on this loop is out of reach of the alarm that ends others; a thread still ends it."""
-    for item in items:
-        if HERE in item.path.parents and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(60, method="thread"))
 
 
 @pytest.fixture

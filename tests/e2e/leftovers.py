@@ -10,6 +10,7 @@ import asyncio
 import gc
 import os
 import socket
+import stat
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -49,11 +50,11 @@ def sockets() -> set[str]:
     """The TCP sockets that this process has open, those of backends below HTTP left out: they are the tests' own."""
     scripted = {peer.fileno for peer in Peer.all}
     found = set()
-    for fd in {int(entry.name) for entry in Path("/proc/self/fd").iterdir()} - scripted:
+    for fd in {int(entry.name) for entry in os.scandir("/proc/self/fd")} - scripted:
         with suppress(OSError):
-            target = str(Path(f"/proc/self/fd/{fd}").readlink())
-            if target.startswith("socket:") and _is_tcp(fd):
-                found.add(target)
+            status = os.fstat(fd)
+            if stat.S_ISSOCK(status.st_mode) and _is_tcp(fd):
+                found.add(f"socket:[{status.st_ino}]")
     return found
 
 
