@@ -43,6 +43,7 @@ from llmproxy.core.domain import (
     Usage,
     Verdict,
 )
+from llmproxy.core.lease_events import Committed, Returned, Started
 from llmproxy.core.placement.policy import NO_CAPACITY, Placement, make
 from llmproxy.core.pools import Pools
 
@@ -153,7 +154,7 @@ class Bench:
     def _note(self, decisions: Sequence[Decision]) -> int:
         for decision in decisions:
             assert isinstance(decision, Grant)
-            self.pools.started(decision, self.now)
+            self.pools.apply(Started(decision.lease), self.now)
             self._running.append(decision)
         return len(decisions)
 
@@ -163,7 +164,7 @@ class Bench:
         pools = self.pools
         for _ in range(CYCLES):
             self.now += 1e-4
-            pools.finish(self._running.popleft(), Verdict.SERVED, self.now, Usage(500, 180))
+            pools.apply(Returned(self._running.popleft().lease, Verdict.SERVED, Usage(500, 180)), self.now)
             one, other = self.request(), self.request()
             began_s = thread_time()
             pools.submit(one, self.now)
@@ -215,9 +216,9 @@ def alone(backends: int) -> float:
             (grant,) = pools.decide(now)
             assert isinstance(grant, Grant)
             pools.next_wakeup(now)
-            pools.committed(grant, now)
-            pools.started(grant, now)
-            pools.finish(grant, Verdict.SERVED, now, Usage(500, 60, 128))
+            pools.apply(Committed(grant.lease), now)
+            pools.apply(Started(grant.lease), now)
+            pools.apply(Returned(grant.lease, Verdict.SERVED, Usage(500, 60, 128)), now)
             pools.decide(now)
             pools.next_wakeup(now)
             pools.ended(one, None, now)

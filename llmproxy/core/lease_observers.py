@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 
 from llmproxy.core.backends.backend import Backend
 from llmproxy.core.backends.outlier_detection import OutlierDetection
-from llmproxy.core.domain import DECODE, PREFILL, Request, Usage, Verdict
+from llmproxy.core.domain import DECODE, PREFILL, Request, Verdict
 from llmproxy.core.estimates.line import FirstToken
+from llmproxy.core.lease_events import Committed, Progress, Recomputing, Returned, Started
 from llmproxy.core.leases import LeaseObserver, LeaseRecord
 from llmproxy.core.placement.policy import Placement
 from llmproxy.core.placement.staged import StagedPlacement
@@ -59,14 +60,15 @@ class ChargeObserver(LeaseObserver):
         fairness = self._room.band(request.band).fairness
         self._notify(fairness.charge, request.flow, (self._carried[number] - self._charged[number]) / request.weight)
 
-    def started(self, lease: LeaseRecord, now: float) -> None:
+    def started(self, lease: LeaseRecord, event: Started, now: float) -> None:
         if lease.request.stream and lease.request.stage is not PREFILL:
             self._notify(self._room.band(lease.request.band).fairness.started, lease.request, now)
 
-    def progress(self, lease: LeaseRecord, output_tokens: int, now: float) -> None:
-        self._notify(self._charge_so_far, lease, output_tokens)
+    def progress(self, lease: LeaseRecord, event: Progress, now: float) -> None:
+        self._notify(self._charge_so_far, lease, event.output_tokens)
 
-    def finished(self, lease: LeaseRecord, verdict: Verdict, usage: Usage | None, now: float) -> None:
+    def returned(self, lease: LeaseRecord, event: Returned, now: float) -> None:
+        usage, verdict = event.usage, event.verdict
         tokens = None if usage is None else usage.prompt_tokens + usage.output_tokens
         carried = self._carried[lease.number]
         # A refused decode stage counts as served, and the whole request follows.
@@ -76,7 +78,7 @@ class ChargeObserver(LeaseObserver):
         else:
             if usage is not None:
                 self._notify(self._charge_by, lease, self.charge.final, usage)
-            carried = self._charged[lease.number] if decode_follows(lease, verdict) else 0.0
+            carried = self._charged[lease.number] if decode_follows(lease, event) else 0.0
         if carried:
             self._between[lease.request.id] = carried
         del self._charged[lease.number], self._carried[lease.number]
@@ -112,12 +114,12 @@ class ChargeObserver(LeaseObserver):
         self._charged[lease.number] = cost
 
 
-def decode_follows(lease: LeaseRecord, verdict: Verdict) -> bool:
-    """Returns whether a lease that ended with `verdict` is a prefill stage that a decode stage follows.
+def decode_follows(lease: LeaseRecord, event: Returned) -> bool:
+    """Returns whether a lease that ended with `event` is a prefill stage that a decode stage follows.
 
     `started` is required, because a refused prompt also ends with SERVED.
     """
-    return lease.request.stage is PREFILL and verdict is Verdict.SERVED and lease.started
+    return lease.request.stage is PREFILL and event.verdict is Verdict.SERVED and lease.started
 
 
 class ReservationObserver(LeaseObserver):
@@ -139,8 +141,8 @@ class ReservationObserver(LeaseObserver):
             self._reservations[lease.request.id] = lease.answers_on, lease.request.sequences, lease.backend.name
             lease.answers_on.reserve_slots(lease.request.sequences)
 
-    def finished(self, lease: LeaseRecord, verdict: Verdict, usage: Usage | None, now: float) -> None:
-        if lease.answers_on is not None and not decode_follows(lease, verdict):
+    def returned(self, lease: LeaseRecord, event: Returned, now: float) -> None:
+        if lease.answers_on is not None and not decode_follows(lease, event):
             self.release(lease.request.id)
 
     def release(self, request_id: str) -> str | None:
@@ -166,20 +168,20 @@ class TransferObserver(LeaseObserver):
     def __init__(self, placement: StagedPlacement) -> None:
         self._placement = placement
 
-    def started(self, lease: LeaseRecord, now: float) -> None:
+    def started(self, lease: LeaseRecord, event: Started, now: float) -> None:
         if lease.prefilled_on is not None:
             lease.prefilled_on.unpin_kv(lease.request.id)
 
-    def finished(self, lease: LeaseRecord, verdict: Verdict, usage: Usage | None, now: float) -> None:
-        if decode_follows(lease, verdict):
+    def returned(self, lease: LeaseRecord, event: Returned, now: float) -> None:
+        if decode_follows(lease, event):
             lease.backend.pin_kv(lease.request.id, now + self._placement.settings.lease_s, now)
             return
         first = lease.backend if lease.request.stage is PREFILL else lease.prefilled_on
         if first is None:
             return
         first.unpin_kv(lease.request.id)
-        arrived = verdict is Verdict.SERVED and lease.prefilled_on is not None and lease.started
-        if arrived or verdict is Verdict.TRANSFER_FAILED:
+        arrived = event.verdict is Verdict.SERVED and lease.prefilled_on is not None and lease.started
+        if arrived or event.verdict is Verdict.TRANSFER_FAILED:
             self._placement.transferred(first.name, now, arrived=arrived)
 
 
@@ -193,16 +195,16 @@ class LimitObserver(LeaseObserver):
         if lease.request.limits:
             self._limits.booked(lease.request)
 
-    def finished(self, lease: LeaseRecord, verdict: Verdict, usage: Usage | None, now: float) -> None:
+    def returned(self, lease: LeaseRecord, event: Returned, now: float) -> None:
         if not lease.request.limits:
             return
         used_tokens = None
-        if usage is not None:
-            used_tokens = usage.prompt_tokens + usage.output_tokens
-        elif verdict is Verdict.SERVED:
+        if event.usage is not None:
+            used_tokens = event.usage.prompt_tokens + event.usage.output_tokens
+        elif event.verdict is Verdict.SERVED:
             # Without usage from the engine, the expected tokens are counted.
             used_tokens = lease.request.prompt_tokens + lease.request.output_tokens
-        if decode_follows(lease, verdict):
+        if decode_follows(lease, event):
             self._limits.begin_between_stages(lease.request)
         else:
             self._limits.released(lease.request, used_tokens, now)
@@ -218,14 +220,14 @@ class PlacementObserver(LeaseObserver):
     def booked(self, lease: LeaseRecord, now: float) -> None:
         self._notify(self._placement.booked, lease.number, lease.request, lease.placed, now)
 
-    def recomputing(self, lease: LeaseRecord) -> None:
+    def recomputing(self, lease: LeaseRecord, event: Recomputing, now: float) -> None:
         self._notify(self._placement.recomputing, lease.number)
 
-    def started(self, lease: LeaseRecord, now: float) -> None:
+    def started(self, lease: LeaseRecord, event: Started, now: float) -> None:
         self._notify(self._placement.started, lease.number, now)
 
-    def finished(self, lease: LeaseRecord, verdict: Verdict, usage: Usage | None, now: float) -> None:
-        self._notify(self._placement.finished, lease.number, verdict, usage, now)
+    def returned(self, lease: LeaseRecord, event: Returned, now: float) -> None:
+        self._notify(self._placement.finished, lease.number, event.verdict, event.usage, now)
 
     def process_gone(self, backend: str) -> None:
         self._notify(self._placement.lost, backend)
@@ -256,7 +258,7 @@ class BlameObserver(LeaseObserver):
         failed.append((lease.backend, verdict))
         return bool(same)
 
-    def started(self, lease: LeaseRecord, now: float) -> None:
+    def started(self, lease: LeaseRecord, event: Started, now: float) -> None:
         if self._failed:
             for backend, verdict in self._failed.pop(lease.request.id, ()):
                 backend.blame(verdict, now)
@@ -279,21 +281,21 @@ class OutlierObserver(LeaseObserver):
     def booked(self, lease: LeaseRecord, now: float) -> None:
         self._detection.booked(lease.number, lease.request, lease.placed, lease.cold, now)
 
-    def started(self, lease: LeaseRecord, now: float) -> None:
+    def started(self, lease: LeaseRecord, event: Started, now: float) -> None:
         self._detection.started(lease.number, now)
 
-    def committed(self, lease: LeaseRecord, now: float) -> None:
+    def committed(self, lease: LeaseRecord, event: Committed, now: float) -> None:
         self._detection.committed(lease.number, now)
 
-    def progress(self, lease: LeaseRecord, output_tokens: int, now: float) -> None:
+    def progress(self, lease: LeaseRecord, event: Progress, now: float) -> None:
         backend = lease.backend
         kv_used = backend.reading.kv_used if backend.reading is not None else None
-        fast = self._detection.progress(lease.number, output_tokens, backend.own_in_flight, kv_used, now)
+        fast = self._detection.progress(lease.number, event.output_tokens, backend.own_in_flight, kv_used, now)
         if fast is not None and backend.health.slow:
             backend.measured(lease.number, fast, now)
 
-    def finished(self, lease: LeaseRecord, verdict: Verdict, usage: Usage | None, now: float) -> None:
-        served = usage if verdict is Verdict.SERVED else None
+    def returned(self, lease: LeaseRecord, event: Returned, now: float) -> None:
+        served = event.usage if event.verdict is Verdict.SERVED else None
         self._detection.finished(lease.number, now, served, lease.backend.own_in_flight)
 
     def process_gone(self, backend: str) -> None:
@@ -306,6 +308,6 @@ class FirstTokenObserver(LeaseObserver):
     def __init__(self, first_token: FirstToken) -> None:
         self._first_token = first_token
 
-    def started(self, lease: LeaseRecord, now: float) -> None:
+    def started(self, lease: LeaseRecord, event: Started, now: float) -> None:
         if lease.request.stream and lease.request.stage is not DECODE:
             self._first_token.learn(lease.request.prompt_tokens, now - lease.at_s)

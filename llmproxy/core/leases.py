@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
 
 from llmproxy.core.backends.backend import Backend
-from llmproxy.core.domain import Placed, Request, Revoke, Usage, Verdict
+from llmproxy.core.domain import Placed, Request, Revoke, Verdict
+from llmproxy.core.lease_events import Committed, LeaseEvent, Progress, Recomputing, Returned, Started
 
 
 class LeaseRecord(Struct, eq=False):
@@ -28,32 +29,42 @@ class LeaseRecord(Struct, eq=False):
 
 
 class LeaseObserver:
-    """Receives the events of the leases of one pool. A subclass overrides the events that it needs."""
+    """Observes the leases of one pool. A subclass overrides the methods that it needs."""
 
     def booked(self, lease: LeaseRecord, now: float) -> None:
         """The lease was granted."""
 
-    def recomputing(self, lease: LeaseRecord) -> None:
-        """The decode stage computes the prompt itself instead of fetching its KV blocks."""
+    def started(self, lease: LeaseRecord, event: Started, now: float) -> None:
+        """See the event."""
 
-    def started(self, lease: LeaseRecord, now: float) -> None:
-        """The first token of the answer arrived."""
+    def committed(self, lease: LeaseRecord, event: Committed, now: float) -> None:
+        """See the event."""
 
-    def committed(self, lease: LeaseRecord, now: float) -> None:
-        """The first byte was sent to the client, so the request cannot move to another backend."""
+    def progress(self, lease: LeaseRecord, event: Progress, now: float) -> None:
+        """See the event."""
 
-    def progress(self, lease: LeaseRecord, output_tokens: int, now: float) -> None:
-        """The answer has about `output_tokens` tokens so far."""
+    def recomputing(self, lease: LeaseRecord, event: Recomputing, now: float) -> None:
+        """See the event."""
+
+    def returned(self, lease: LeaseRecord, event: Returned, now: float) -> None:
+        """See the event."""
 
     def excuses(self, lease: LeaseRecord, verdict: Verdict, now: float) -> bool:  # noqa: ARG002
-        """Returns whether the backend is not to blame for the end of a lease. Called before `finished`."""
+        """Returns whether the backend is not to blame for the end of a lease. Called before `returned`."""
         return False
-
-    def finished(self, lease: LeaseRecord, verdict: Verdict, usage: Usage | None, now: float) -> None:
-        """The lease ended. `usage` is None if its tokens are unknown."""
 
     def process_gone(self, backend: str) -> None:
         """The process behind `backend` is gone or replaced, or the backend left the pool. Leases may continue."""
+
+
+METHODS: Mapping[type[LeaseEvent], Callable[..., None]] = {
+    Progress: LeaseObserver.progress,
+    Started: LeaseObserver.started,
+    Committed: LeaseObserver.committed,
+    Returned: LeaseObserver.returned,
+    Recomputing: LeaseObserver.recomputing,
+}
+"""The method of an observer for each event."""
 
 
 class Leases:
@@ -65,14 +76,10 @@ class Leases:
 
     def __init__(self, serial: Iterator[int], observers: Sequence[LeaseObserver]) -> None:
         self._serial = serial
-        self._on_booked = _overriding(observers, "booked")
-        self._on_recomputing = _overriding(observers, "recomputing")
-        self._on_started = _overriding(observers, "started")
-        self._on_committed = _overriding(observers, "committed")
-        self._on_progress = _overriding(observers, "progress")
-        self._on_excuses = _overriding(observers, "excuses")
-        self._on_finished = _overriding(observers, "finished")
-        self._on_process_gone = _overriding(observers, "process_gone")
+        self._observers = {event: _overriding(observers, method) for event, method in METHODS.items()}
+        self._on_booked = _overriding(observers, LeaseObserver.booked)
+        self._on_excuses = _overriding(observers, LeaseObserver.excuses)
+        self._on_process_gone = _overriding(observers, LeaseObserver.process_gone)
         self._open: dict[int, LeaseRecord] = {}
         self._revoked: list[int] = []
         self._newest = 0
@@ -153,42 +160,26 @@ class Leases:
             booked(lease, now)
         return number
 
-    def recomputing(self, number: int) -> None:
-        """Notes that a decode stage computes its prompt itself, which is no evidence about the prefill backend."""
-        lease = self._open[number]
-        if lease.prefilled_on is not None:
-            lease.prefilled_on.unpin_kv(lease.request.id)
-            lease.prefilled_on = None
-        for recomputing in self._on_recomputing:
-            recomputing(lease)
-
-    def started(self, number: int, now: float) -> None:
-        """Notes the first token of the answer."""
-        lease = self._open[number]
-        lease.started = True
-        lease.backend.started(number, now)
-        for started in self._on_started:
-            started(lease, now)
-
-    def committed(self, number: int, now: float) -> None:
-        """Notes the first byte to the client, token or not. The request stays on this backend from now on."""
-        lease = self._open[number]
-        for committed in self._on_committed:
-            committed(lease, now)
-
-    def progress(self, number: int, output_tokens: int, now: float) -> None:
-        """Notes that the answer has about `output_tokens` tokens so far."""
-        lease = self._open[number]
-        for progress in self._on_progress:
-            progress(lease, output_tokens, now)
-
-    def finish(self, number: int, verdict: Verdict, now: float, usage: Usage | None = None) -> None:
-        """Ends a lease. `usage` has the engine's counts, or the tokens seen so far if the answer was cut short."""
-        lease = self._open.pop(number)
-        excused = verdict is not Verdict.SERVED and any(x(lease, verdict, now) for x in self._on_excuses)
-        lease.backend.release(number, verdict, now, excused=excused)
-        for finished in self._on_finished:
-            finished(lease, verdict, usage, now)
+    def apply(self, event: LeaseEvent, now: float) -> None:
+        """Applies an event of an open lease. `Returned` closes the lease."""
+        lease = self._open[event.lease]
+        match event:
+            # The cases are tried in this order: the frequent ones come first.
+            case Progress() | Committed():
+                pass
+            case Started():
+                lease.started = True
+                lease.backend.started(lease.number, now)
+            case Returned(number, verdict):
+                del self._open[number]
+                excused = verdict is not Verdict.SERVED and any(x(lease, verdict, now) for x in self._on_excuses)
+                lease.backend.release(number, verdict, now, excused=excused)
+            case Recomputing():
+                if lease.prefilled_on is not None:
+                    lease.prefilled_on.unpin_kv(lease.request.id)
+                    lease.prefilled_on = None
+        for observe in self._observers[type(event)]:
+            observe(lease, event, now)
 
     def check(self) -> None:
         for backend in {id(lease.backend): lease.backend for lease in self._open.values()}.values():
@@ -197,7 +188,7 @@ class Leases:
             assert mine <= backend.bookings.keys(), "a lease is not booked on its backend"
 
 
-def _overriding(observers: Iterable[LeaseObserver], event: str) -> list[Callable[..., Any]]:
-    """Returns the methods for `event` of the observers that override it."""
-    ignored = getattr(LeaseObserver, event)
-    return [getattr(one, event) for one in observers if getattr(type(one), event) is not ignored]
+def _overriding(observers: Iterable[LeaseObserver], method: Callable[..., Any]) -> list[Callable[..., Any]]:
+    """Returns a method of `LeaseObserver` for each observer that overrides it."""
+    name = method.__name__
+    return [getattr(one, name) for one in observers if getattr(type(one), name) is not method]

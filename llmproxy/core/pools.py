@@ -26,11 +26,11 @@ from llmproxy.core.domain import (
     Request,
     Role,
     Trouble,
-    Usage,
-    Verdict,
     Waited,
 )
 from llmproxy.core.estimates.tokens import Estimator
+from llmproxy.core.lease_events import LeaseEvent, Returned
+from llmproxy.core.leases import Leases
 from llmproxy.core.placement.policy import Placement
 from llmproxy.core.queueing.admission import RETRY_EMPTY_S
 from llmproxy.core.queueing.occupancy import Occupancy
@@ -94,7 +94,7 @@ class Pools:
         """Schedulers whose pool was merged into another one. They grant nothing; their leases continue."""
         self._all: tuple[Scheduler, ...] = ()
         self._of_backend: dict[str, Scheduler] = {}
-        self._of_lease: dict[int, Scheduler] = {}
+        self._of_lease: dict[int, Leases] = {}
         self._to_regroup = False
         self.scaling = Scaling(settings.scaling)
         self.catalogue = Catalogue((), aliases)
@@ -342,7 +342,7 @@ class Pools:
         backend = self.backends[placed.backend]
         lease = scheduler.leases.book(request, placed, backend, at_s, answers_on=answers_on)
         scheduler.charges.already_charged(request, lease)
-        self._of_lease[lease] = scheduler
+        self._of_lease[lease] = scheduler.leases
         return lease
 
     def balances(self, shard: str = DEFAULT) -> dict[tuple[str, int], Mapping[str, float]]:
@@ -373,20 +373,12 @@ class Pools:
         reasons = [scheduler.cancel(request.id) for scheduler in self._all]
         return next((waited for waited in reasons if waited is not None), None)
 
-    def recomputing(self, grant: Grant) -> None:
-        self._of_lease[grant.lease].leases.recomputing(grant.lease)
-
-    def started(self, grant: Grant, now: float) -> None:
-        self._of_lease[grant.lease].leases.started(grant.lease, now)
-
-    def committed(self, grant: Grant, now: float) -> None:
-        self._of_lease[grant.lease].leases.committed(grant.lease, now)
-
-    def progress(self, grant: Grant, output_tokens: int, now: float) -> None:
-        self._of_lease[grant.lease].leases.progress(grant.lease, output_tokens, now)
-
-    def finish(self, grant: Grant, verdict: Verdict, now: float, usage: Usage | None = None) -> None:
-        self._of_lease.pop(grant.lease).leases.finish(grant.lease, verdict, now, usage)
+    def apply(self, event: LeaseEvent, now: float) -> None:
+        """Applies an event of an open lease."""
+        leases = self._of_lease[event.lease]
+        if type(event) is Returned:
+            del self._of_lease[event.lease]
+        leases.apply(event, now)
 
     def cached(self, pool: str, lease: int, backend: str, hashes: Sequence[int]) -> None:
         """Notes the blocks of the prompt and the answer of an ended lease; see `Placement.cached`."""
@@ -439,7 +431,7 @@ class Pools:
             for decision in scheduler.decide(now):
                 decisions.append(decision)
                 if isinstance(decision, Grant):
-                    self._of_lease[decision.lease] = scheduler
+                    self._of_lease[decision.lease] = scheduler.leases
                     filled = filled or bool(decision.request.limits and self._limits.full(decision.request))
             if filled:
                 # The limit may now block another pool's first request. Then the requests behind it can be granted.

@@ -8,7 +8,8 @@ from itertools import islice
 from msgspec.structs import replace
 
 from llmproxy.core.backends.backend import Backend
-from llmproxy.core.domain import DECODE, DEFAULT, Preempt, Usage, Verdict
+from llmproxy.core.domain import DECODE, DEFAULT, Preempt
+from llmproxy.core.lease_events import LeaseEvent
 from llmproxy.core.leases import LeaseObserver, LeaseRecord
 from llmproxy.core.placement.first_fit import Unmatched
 from llmproxy.core.placement.policy import NO_MATCH, could_serve
@@ -54,21 +55,15 @@ class Preemption(LeaseObserver):
         else:
             self._urgent[lease.number] = lease.backend
 
-    def started(self, lease: LeaseRecord, now: float) -> None:
-        self._close(lease.number)
-
-    def committed(self, lease: LeaseRecord, now: float) -> None:
-        self._close(lease.number)
-
-    def finished(self, lease: LeaseRecord, verdict: Verdict, usage: Usage | None, now: float) -> None:
-        self._close(lease.number)
-
-    def _close(self, lease: int) -> None:
+    def started(self, lease: LeaseRecord, event: LeaseEvent, now: float) -> None:
         """Removes a lease that has a first byte or has ended, so that it is not preempted."""
-        if lease in self._open:
-            del self._by_band[self._open.pop(lease).request.band][lease]
-        self._pending.pop(lease, None)
-        self._urgent.pop(lease, None)
+        number = lease.number
+        if number in self._open:
+            del self._by_band[self._open.pop(number).request.band][number]
+        self._pending.pop(number, None)
+        self._urgent.pop(number, None)
+
+    committed = returned = started
 
     def clear(self, backends: Iterable[Backend], now: float) -> Iterable[Preempt]:
         """Yields leases to preempt in the queues of engines, while a band above `default` is in use.

@@ -25,10 +25,10 @@ from llmproxy.core.domain import (
     Refused,
     Request,
     Trouble,
-    Usage,
     Verdict,
     Waited,
 )
+from llmproxy.core.lease_events import LeaseEvent, Returned, Started
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.admission import refusal
 from llmproxy.core.shards import DEFAULT
@@ -41,7 +41,7 @@ DRAIN_RETRY_S = 1.0
 @dataclass(slots=True)
 class _Waiter:
     request: Request
-    granted: asyncio.Future[Grant]
+    granted: asyncio.Future[Lease]
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ class Dispatcher:
     # Grants that a waiting request of a higher band could have used.
     inversions: int = 0
     _waiting: dict[str, _Waiter] = field(default_factory=dict)
-    _leases: dict[tuple[str, int], Lease] = field(default_factory=dict)
+    _leases: dict[int, Lease] = field(default_factory=dict)
     # Whether a pass is due in the next turn of the loop.
     _scheduled: bool = False
     _cuts: PacedCalls = field(default_factory=PacedCalls)
@@ -113,12 +113,6 @@ class Dispatcher:
         """
         return Admitted(self, request, excluded, entry)
 
-    def returned(self, lease: Lease) -> None:
-        """Take a lease back."""
-        del self._leases[lease.grant.request.pool, lease.grant.lease]
-        self._finish(lease.grant, lease.verdict, _now(), lease.usage)
-        self._decide_soon()
-
     async def wait(self, request: Request, excluded: frozenset[str], entry: AdmissionKind) -> Lease:
         """Wait for the lease of a request; see `admit`."""
         if self.reserve is not None and request.limits and entry is AdmissionKind.NEW and not self.draining:
@@ -135,19 +129,18 @@ class Dispatcher:
         else:
             self._decide_soon()
         try:
-            grant = await waiter.granted
+            return await waiter.granted
         except asyncio.CancelledError:
             self._abandon(waiter)
             raise
-        return self._leases[request.pool, grant.lease]
 
     def resume(self, request: Request, placed: Placed, at_s: float) -> Lease | None:
         """Returns the lease of a running attempt that another scheduler granted, or None; see `Pools.resume`."""
         number = self.pools.resume(request, placed, at_s)
         if number is None:
             return None
-        lease = Lease(Grant(number, request, placed, at_s, 0, GrantReason((), 0, (), 0)), self)
-        self._leases[request.pool, number] = lease
+        lease = Lease(Grant(number, request, placed, at_s, 0, GrantReason((), 0, (), 0)), self.apply)
+        self._leases[number] = lease
         return lease
 
     def _abandon(self, waiter: _Waiter) -> None:
@@ -157,23 +150,16 @@ class Dispatcher:
             del self._waiting[request.id]
             self._note_left(request, self.pools.cancel(request))
         elif granted.done() and not granted.cancelled() and granted.exception() is None:
-            grant = granted.result()
-            del self._leases[request.pool, grant.lease]
-            self._finish(grant, Verdict.CLIENT_GONE, _now())
+            self.apply(Returned(granted.result().grant.lease, Verdict.CLIENT_GONE), _now())
         self._decide_soon()
 
     def _note_left(self, request: Request, waited: Waited | None) -> None:
         if waited is not None:
             self.on_left(request, waited)
 
-    def _finish(self, grant: Grant, verdict: Verdict, now: float, usage: Usage | None = None) -> None:
-        self.pools.finish(grant, verdict, now, usage)
-        self._note_emptied()
-
     def _note_emptied(self) -> None:
-        if self._emptied:
-            for backend in [name for name in self._emptied if self._is_empty(name)]:
-                self._emptied.pop(backend).set()
+        for backend in [name for name in self._emptied if self._is_empty(name)]:
+            self._emptied.pop(backend).set()
 
     @contextmanager
     def direct(self, backend: str, cut: Callable[[], None]) -> Iterator[None]:
@@ -198,22 +184,17 @@ class Dispatcher:
 
     # --- events of leases ---------------------------------------------------------------------------------------------
 
-    def recomputing(self, grant: Grant) -> None:
-        self.pools.recomputing(grant)
-        self._note_emptied()
-
-    def started(self, grant: Grant, now: float) -> None:
-        """The first token arrived: the backend may be open to another prompt, or may have passed its probe."""
-        self.pools.started(grant, now)
-        self._note_emptied()
-        if self._waiting:
+    def apply(self, event: LeaseEvent, now: float) -> None:
+        """Applies an event of a lease. `Returned` takes the lease back."""
+        kind = type(event)
+        if kind is Returned:
+            del self._leases[event.lease]
+        self.pools.apply(event, now)
+        if self._emptied:
+            self._note_emptied()
+        # After its first token, a backend may take another prompt, or may have passed its probe.
+        if kind is Returned or (kind is Started and self._waiting):
             self._decide_soon()
-
-    def committed(self, grant: Grant, now: float) -> None:
-        self.pools.committed(grant, now)
-
-    def progress(self, grant: Grant, output_tokens: int, now: float) -> None:
-        self.pools.progress(grant, output_tokens, now)
 
     def ended(self, request: Request, met: bool | None) -> None:
         """See `Pools.ended`."""
@@ -371,24 +352,23 @@ class Dispatcher:
         if isinstance(decision, Grant):
             self.granted[decision.request.band] += 1
             self.inversions += decision.why.inverted
-            self._leases[decision.request.pool, decision.lease] = Lease(decision, self)
+            lease = self._leases[decision.lease] = Lease(decision, self.apply)
             waiter = self._waiting.pop(decision.request.id)
             # The client left in this turn: the future is cancelled, so `_abandon` cannot give the grant back.
             if waiter.granted.done():
-                del self._leases[decision.request.pool, decision.lease]
-                self._finish(decision, Verdict.CLIENT_GONE, decision.at_s)
+                self.apply(Returned(decision.lease, Verdict.CLIENT_GONE), decision.at_s)
             else:
-                waiter.granted.set_result(decision)
+                waiter.granted.set_result(lease)
         elif isinstance(decision, Drop):
             waiter = self._waiting.pop(decision.request.id)
             self._note_left(decision.request, decision.waited)
             if not waiter.granted.done():
                 waiter.granted.set_exception(refusal(decision))
         else:
-            lease = self._leases.get((decision.request.pool, decision.lease))
-            if lease is not None:
+            held = self._leases.get(decision.lease)
+            if held is not None:
                 # The end of a backend may revoke thousands of leases at once.
-                self._cuts.add(partial(lease.cut, revoked=not isinstance(decision, Preempt)))
+                self._cuts.add(partial(held.cut, revoked=not isinstance(decision, Preempt)))
 
     # --- drain --------------------------------------------------------------------------------------------------------
 

@@ -11,23 +11,13 @@ from msgspec import Struct
 
 from llmproxy.core.backends.catalogue import Target
 from llmproxy.core.domain import AdmissionKind, Grant, Request, Usage, Verdict
-
-
-class AttemptProgress(Protocol):
-    """Receives the events of the attempt of a lease. `now` is on the clock of the loop."""
-
-    def recomputing(self, grant: Grant) -> None: ...
-    def started(self, grant: Grant, now: float) -> None: ...
-    def committed(self, grant: Grant, now: float) -> None: ...
-    def progress(self, grant: Grant, output_tokens: int, now: float) -> None: ...
+from llmproxy.core.lease_events import LeaseEvent, Returned
 
 
 class Lender(Protocol):
-    """Lends leases and takes them back."""
+    """Lends leases."""
 
     async def wait(self, request: Request, excluded: frozenset[str], entry: AdmissionKind) -> Lease: ...
-
-    def returned(self, lease: Lease) -> None: ...
 
 
 class Leasing(Protocol):
@@ -58,7 +48,8 @@ class Lease(Struct, eq=False):
     """The right to use one backend for one attempt. It is given back exactly once, at the end of its block."""
 
     grant: Grant
-    _progress: AttemptProgress
+    # Reports an event of this lease to its lender. The time is on the clock of the loop.
+    apply: Callable[[LeaseEvent, float], None]
     # The holder sets `verdict` and `usage` before the end.
     verdict: Verdict = Verdict.CLIENT_GONE
     usage: Usage | None = None
@@ -72,22 +63,6 @@ class Lease(Struct, eq=False):
     @property
     def backend(self) -> str:
         return self.grant.placed.backend
-
-    def recomputing(self) -> None:
-        """The transfer of the prompt failed, so this backend computes the prompt itself."""
-        self._progress.recomputing(self.grant)
-
-    def started(self) -> None:
-        """The first token of the answer arrived."""
-        self._progress.started(self.grant, asyncio.get_running_loop().time())
-
-    def committed(self) -> None:
-        """The first byte of the answer is on its way to the client."""
-        self._progress.committed(self.grant, asyncio.get_running_loop().time())
-
-    def progress(self, output_tokens: int) -> None:
-        """About `output_tokens` tokens of the answer have arrived by now."""
-        self._progress.progress(self.grant, output_tokens, asyncio.get_running_loop().time())
 
     def cut(self, *, revoked: bool) -> None:
         """Ask the holder to end the attempt."""
@@ -113,5 +88,7 @@ class Admitted:
         return lease
 
     async def __aexit__(self, *_: object) -> None:
-        if self._lease is not None:
-            self._dispatcher.returned(self._lease)
+        lease = self._lease
+        if lease is not None:
+            returned = Returned(lease.grant.lease, lease.verdict, lease.usage)
+            lease.apply(returned, asyncio.get_running_loop().time())

@@ -19,6 +19,7 @@ from typing import Any
 import uvloop
 
 from llmproxy.core.domain import Outcome, Usage, Verdict
+from llmproxy.core.lease_events import Committed, Started
 from llmproxy.observe import logs
 from tests import ROOT
 from tests.core.make import request
@@ -189,8 +190,8 @@ async def through_worker(calls: Calls) -> Calls:
     async def lease() -> None:
         asked = request(arrived_s=now(), deadline_s=now() + 60.0)
         async with line.remote.admit(asked) as lease:
-            lease.committed()
-            lease.started()
+            lease.apply(Committed(lease.grant.lease), now())
+            lease.apply(Started(lease.grant.lease), now())
             lease.verdict, lease.usage = Verdict.SERVED, Usage(20, 2)
         line.remote.ended(asked, True)
         line.metrics.record(ended)

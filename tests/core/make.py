@@ -14,6 +14,7 @@ import pytest
 from llmproxy.config import Config, settings_of
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import DEFAULT, Drop, Grant, Listing, ModelCard, Reading, Refused, Request, Trouble, Verdict
+from llmproxy.core.lease_events import Returned
 from llmproxy.core.placement.policy import Placement, make
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import Settings
@@ -115,10 +116,10 @@ def names(grants: Sequence[Grant]) -> list[str]:
 def one_by_one(of: Pools, held: Grant, now: float) -> list[str]:
     """Returns the requests that are granted the only slot one after the other, after `held` is served."""
     served: list[Grant] = []
-    of.finish(held, Verdict.SERVED, now)
+    of.apply(Returned(held.lease, Verdict.SERVED), now)
     while found := grants(of, now):
         served += found
-        of.finish(served[-1], Verdict.SERVED, now)
+        of.apply(Returned(served[-1].lease, Verdict.SERVED), now)
     return names(served)
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from llmproxy.core.backends.health import Ejected
 from llmproxy.core.domain import AdmissionKind, Outcome, Verdict
+from llmproxy.core.lease_events import Returned, Started
 from llmproxy.core.pools import Pools
 from tests.core.make import only_grant, pools, reading, refusal, request
 
@@ -21,8 +22,8 @@ def attempt(of: Pools, backend: str, verdict: Verdict, name: str = "r", now: flo
     grant = only_grant(of, now)
     assert grant.placed.backend == backend
     if verdict is Verdict.SERVED:
-        of.started(grant, now)
-    of.finish(grant, verdict, now)
+        of.apply(Started(grant.lease), now)
+    of.apply(Returned(grant.lease, verdict), now)
 
 
 def ejections(of: Pools) -> list[Any]:

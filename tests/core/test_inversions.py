@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, AdmissionKind, Grant, Request, Verdict
+from llmproxy.core.lease_events import Returned
 from llmproxy.core.placement import first_fit
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.waiting_room import WaitingRoom
@@ -86,11 +87,11 @@ def test_a_backend_that_failed_a_request_may_be_given_to_a_lower_band() -> None:
     one = pools({"a": 1, "b": 1}, tight(ceilings={SHEDDABLE: 1.0}, headroom_s=0.0))
     submit(one, request(band=CRITICAL), request(band=CRITICAL))
     first, other = grants(one)
-    one.finish(first, Verdict.FAILED, 0.0)
+    one.apply(Returned(first.lease, Verdict.FAILED), 0.0)
     one.submit(first.request, 0.0, frozenset({first.placed.backend}), AdmissionKind.RETRY)
     submit(one, request(band=DEFAULT))
     assert by_band(grants(one)) == [(DEFAULT, False)]
-    one.finish(other, Verdict.SERVED, 0.0)
+    one.apply(Returned(other.lease, Verdict.SERVED), 0.0)
     submit(one, request(band=DEFAULT))
     assert by_band(grants(one)) == [(DEFAULT, True)], "the other backend has not failed it"
 
@@ -102,7 +103,7 @@ def test_a_minimum_share_inverts_nothing() -> None:
     for _ in range(6):
         (grant,) = grants(one)
         seen.append((grant.request.band, grant.why.guaranteed, grant.why.inverted))
-        one.finish(grant, Verdict.SERVED, 0.0)
+        one.apply(Returned(grant.lease, Verdict.SERVED), 0.0)
     assert (SHEDDABLE, True, False) in seen
     assert not any(inverted for _, _, inverted in seen)
 
@@ -138,7 +139,7 @@ def test_longest_wait_belongs_to_the_first_waiting_request() -> None:
     assert waits(one, 5.0) == {DEFAULT: 4.0, CRITICAL: 2.0}
     one.cancel(asked[1])
     assert waits(one, 5.0) == {DEFAULT: 3.0, CRITICAL: 2.0}
-    one.finish(running, Verdict.FAILED, 6.0)
+    one.apply(Returned(running.lease, Verdict.FAILED), 6.0)
     one.submit(running.request, 6.0, entry=AdmissionKind.RETRY)
     one.cancel(asked[2])
     assert waits(one, 7.0)[DEFAULT] == 1.0, "who came back waits since then"

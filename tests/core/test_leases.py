@@ -9,6 +9,7 @@ import pytest
 
 from llmproxy.core.backends.backend import Backend
 from llmproxy.core.domain import Placed, Usage, Verdict
+from llmproxy.core.lease_events import Progress, Returned, Started
 from llmproxy.core.lease_observers import ChargeObserver
 from llmproxy.core.leases import LeaseObserver, LeaseRecord, Leases
 from llmproxy.core.policy_registry import Faults
@@ -54,11 +55,11 @@ def test_a_flow_is_charged_the_estimate_then_the_stream_then_the_usage() -> None
     of = Ledger()
     lease = of.grant()
     assert of.charged() == 10 + 2 * 10
-    of.leases.progress(lease, 5, 1.0)
+    of.leases.apply(Progress(lease, 5), 1.0)
     assert of.charged() == 10 + 2 * 10, "fewer tokens than expected, so far, say nothing"
-    of.leases.progress(lease, 50, 2.0)
+    of.leases.apply(Progress(lease, 50), 2.0)
     assert of.charged() == 10 + 2 * 50
-    of.leases.finish(lease, Verdict.SERVED, 3.0, Usage(10, 60, cached_tokens=4))
+    of.leases.apply(Returned(lease, Verdict.SERVED, Usage(10, 60, cached_tokens=4)), 3.0)
     assert of.charged() == 6 + 2 * 60
     assert not of.leases
 
@@ -74,7 +75,7 @@ def test_a_flow_is_charged_the_estimate_then_the_stream_then_the_usage() -> None
 )
 def test_an_attempt_that_gave_nothing_is_nobodys_debt(verdict: Verdict, usage: Usage | None, charged: float) -> None:
     of = Ledger()
-    of.leases.finish(of.grant(), verdict, 1.0, usage)
+    of.leases.apply(Returned(of.grant(), verdict, usage), 1.0)
     assert of.charged() == charged
 
 
@@ -99,13 +100,13 @@ def test_an_observer_is_called_for_the_events_that_it_overrides() -> None:
     heard: list[tuple[str, int]] = []
 
     class Starts(LeaseObserver):
-        def started(self, lease: LeaseRecord, now: float) -> None:
+        def started(self, lease: LeaseRecord, event: Started, now: float) -> None:
             heard.append((lease.request.flow, lease.number))
 
     backend = Backend("a", SETTINGS.capacity, SETTINGS.health)
     leases = Leases(count(1), [LeaseObserver(), Starts()])
-    assert (len(leases._on_started), leases._on_progress) == (1, [])
+    assert (len(leases._observers[Started]), leases._observers[Progress]) == (1, [])
     lease = leases.book(request(), Placed("a", 0.0, (), 1), backend, 0.0)
-    leases.progress(lease, 5, 1.0)
-    leases.started(lease, 1.0)
+    leases.apply(Progress(lease, 5), 1.0)
+    leases.apply(Started(lease), 1.0)
     assert heard == [("flow", lease)]

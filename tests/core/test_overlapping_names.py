@@ -21,6 +21,7 @@ from llmproxy.core.domain import (
     Preempt,
     Verdict,
 )
+from llmproxy.core.lease_events import Returned, Started
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import Settings
 from llmproxy.core.shards import Shards
@@ -60,7 +61,7 @@ def test_a_name_goes_to_every_backend_that_lists_it(first: tuple[str, ...], seco
     assert sorted(held) == ["a", "b"]
     kill(of, "b")
     assert grants(of, 1.0) == []
-    of.finish(held["a"], Verdict.SERVED, 2.0)
+    of.apply(Returned(held["a"].lease, Verdict.SERVED), 2.0)
     assert places(grants(of, 2.0)) == ["a"]
 
 
@@ -107,9 +108,9 @@ def test_a_higher_band_goes_first_across_names() -> None:
     ask(of, "y", 1.0, id="low", band=SHEDDABLE)
     ask(of, "x", 2.0, id="middle", band=DEFAULT)
     ask(of, "y", 3.0, id="high", band=CRITICAL)
-    of.finish(held["b"], Verdict.SERVED, 4.0)
+    of.apply(Returned(held["b"].lease, Verdict.SERVED), 4.0)
     assert names(grants(of, 4.0)) == ["high"]
-    of.finish(held["a"], Verdict.SERVED, 5.0)
+    of.apply(Returned(held["a"].lease, Verdict.SERVED), 5.0)
     granted = grants(of, 5.0)
     assert names(granted) == ["middle"], (
         "the only backend of its name, before a lower band that another backend serves too"
@@ -129,7 +130,7 @@ def test_a_critical_request_preempts_where_it_can_be_served_though_another_backe
     assert isinstance(preempted, Preempt)
     assert preempted.lease == low.lease
     assert of.decide(1.0) == []
-    of.finish(low, Verdict.PREEMPTED, 1.1)
+    of.apply(Returned(low.lease, Verdict.PREEMPTED), 1.1)
     assert places(grants(of, 1.1)) == ["b"]
 
 
@@ -167,7 +168,7 @@ def test_failures_eject_no_backend_that_alone_serves_a_name() -> None:
     for backend, model in (("a", "x"), ("b", "y")):
         for _ in range(3):
             ask(of, model, backend=backend)
-            of.finish(only_grant(of, 0.0), Verdict.FAILED, 0.0)
+            of.apply(Returned(only_grant(of, 0.0).lease, Verdict.FAILED), 0.0)
     assert [of.views(0.0)[name].available for name in "ab"] == [True, False]
 
 
@@ -187,7 +188,7 @@ def test_a_roll_out_keeps_the_scheduler_and_all_that_waits() -> None:
             for _ in range(4):
                 ask(of, model, now)
             for grant in running:
-                of.finish(grant, Verdict.SERVED, now)
+                of.apply(Returned(grant.lease, Verdict.SERVED), now)
                 ended[grant.request.model] += 1
             of.listed(f"r{backend}", lists(*served))
             running = grants(of, now)
@@ -195,7 +196,7 @@ def test_a_roll_out_keeps_the_scheduler_and_all_that_waits() -> None:
     assert scheduler.pool == "new"
     while running:
         for grant in running:
-            of.finish(grant, Verdict.SERVED, now)
+            of.apply(Returned(grant.lease, Verdict.SERVED), now)
             ended[grant.request.model] += 1
         running = grants(of, now)
     assert ended == {"old": 12, "new": 12}
@@ -217,11 +218,11 @@ def test_waiting_requests_of_two_pools_join_when_a_backend_joins_them() -> None:
     of.check(1.0)
     assert of.needs(1.0)["y"].waiting == 1
     for grant in (*held, first):
-        of.started(grant, 2.0)
-        of.finish(grant, Verdict.SERVED, 2.0)
+        of.apply(Started(grant.lease), 2.0)
+        of.apply(Returned(grant.lease, Verdict.SERVED), 2.0)
     last = only_grant(of, 2.0)
     assert {first.request.id, last.request.id} == {"x waits", "y waits"}
-    of.finish(last, Verdict.SERVED, 3.0)
+    of.apply(Returned(last.lease, Verdict.SERVED), 3.0)
     assert_nothing_left(of, 3.0)
 
 
@@ -230,13 +231,13 @@ def test_waiting_requests_part_when_the_joining_backend_goes() -> None:
     for model in "xxyyxy":
         ask(of, model)
     held = {grant.placed.backend: grant for grant in grants(of)}
-    of.finish(held["b"], Verdict.SERVED, 1.0)
+    of.apply(Returned(held["b"].lease, Verdict.SERVED), 1.0)
     of.remove_backend("b")
     assert of.decide(1.0) == []
     assert sorted(of.schedulers) == ["x", "y"]
     of.check(1.0)
     for backend, model in (("a", "x"), ("c", "y")):
-        of.finish(held[backend], Verdict.SERVED, 2.0)
+        of.apply(Returned(held[backend].lease, Verdict.SERVED), 2.0)
         grant = only_grant(of, 2.0)
         assert (grant.placed.backend, grant.request.model) == (backend, model)
 
@@ -254,7 +255,7 @@ def test_shares_go_on_where_pools_are_joined() -> None:
     of = fleet(tight(ceilings={DEFAULT: 1.0}, fairness="fair_share"), a=lists("x"), b=lists("y"))
     for _ in range(5):
         ask(of, "y", flow="greedy", output_tokens=1000)
-        of.finish(only_grant(of, 0.0), Verdict.SERVED, 0.0)
+        of.apply(Returned(only_grant(of, 0.0).lease, Verdict.SERVED), 0.0)
     ask(of, "x")
     ask(of, "y")
     held = grants(of)
@@ -262,14 +263,14 @@ def test_shares_go_on_where_pools_are_joined() -> None:
         ask(of, "y", 1.0, flow=flow)
     of.listed("a", lists("x", "y"))
     for grant in held:
-        of.finish(grant, Verdict.SERVED, 2.0)
+        of.apply(Returned(grant.lease, Verdict.SERVED), 2.0)
     assert [grant.request.flow for grant in grants(of, 2.0)] == ["modest", "modest"]
 
 
 def with_critical(of: Pools, model: str) -> Pools:
     """The same with the critical band in use."""
     ask(of, model, band=CRITICAL)
-    of.finish(only_grant(of, 0.0), Verdict.SERVED, 0.0)
+    of.apply(Returned(only_grant(of, 0.0).lease, Verdict.SERVED), 0.0)
     return of
 
 
@@ -290,7 +291,7 @@ def test_a_request_bound_to_a_backend_goes_with_it_into_another_pool() -> None:
     ask(of, "x", 1.0, backend="a", id="bound")
     of.listed("a", lists("y", "x"))
     assert of.decide(1.0) == []
-    of.finish(held, Verdict.SERVED, 2.0)
+    of.apply(Returned(held.lease, Verdict.SERVED), 2.0)
     assert names(grants(of, 2.0)) == ["bound"]
 
 
@@ -304,7 +305,7 @@ def test_a_bound_request_is_refused_when_its_backend_leaves_the_pool_and_nobody_
     of.check(1.0)
     ask(of, "x", 1.0)
     assert only_grant(of, 1.0).placed.backend == "a"
-    of.finish(held, Verdict.SERVED, 2.0)
+    of.apply(Returned(held.lease, Verdict.SERVED), 2.0)
 
 
 def test_a_bound_request_is_refused_when_its_backend_leaves_the_pool_and_then_the_fleet() -> None:
@@ -397,8 +398,8 @@ def test_nothing_is_lost_idle_or_out_of_turn_whatever_is_listed_when(seed: int) 
                 ask(of, rng.choice(known), now, id=str(asked), band=band, flow=rng.choice("fg"), deadline_s=1e6)
             case _ if running:
                 one = running.pop(rng.randrange(len(running)))
-                of.started(one, now)
-                of.finish(one, Verdict.SERVED, now)
+                of.apply(Started(one.lease), now)
+                of.apply(Returned(one.lease, Verdict.SERVED), now)
                 of.ended(one.request, None, now)
                 ended += 1
         look()
@@ -408,7 +409,7 @@ def test_nothing_is_lost_idle_or_out_of_turn_whatever_is_listed_when(seed: int) 
         look()
         assert running, f"{sorted(waiting)} wait although nothing runs"
         for one in running:
-            of.finish(one, Verdict.SERVED, now)
+            of.apply(Returned(one.lease, Verdict.SERVED), now)
             of.ended(one.request, None, now)
             ended += 1
         running.clear()

@@ -20,6 +20,7 @@ from llmproxy.core.domain import (
     Usage,
     Verdict,
 )
+from llmproxy.core.lease_events import Progress, Returned, Started
 from llmproxy.core.placement.policy import Placement, make
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.fairness import policies
@@ -159,7 +160,7 @@ def test_a_limit_over_two_pools_lets_go_whoever_has_waited_longest(turned: bool)
     while found := grants(one, 8.0):
         (grant,) = found
         served.append(grant.request.id)
-        one.finish(grant, Verdict.SERVED, 8.0)
+        one.apply(Returned(grant.lease, Verdict.SERVED), 8.0)
     # In the first pass no request was blocked yet, and the first pool got the slot.
     assert served[0] in ("0.0", "1.0")
     assert served[1:] == sorted({f"{at}.0" for at in range(8)} - {served[0]})
@@ -172,7 +173,7 @@ def test_a_limit_over_two_pools_lets_the_higher_band_go_first() -> None:
     limited(one, "base", 1.0)
     limited(one, "other", 2.0, CRITICAL)
     assert grants(one, 2.0) == []
-    one.finish(held, Verdict.SERVED, 3.0)
+    one.apply(Returned(held.lease, Verdict.SERVED), 3.0)
     assert names(grants(one, 3.0)) == ["2.0"]
 
 
@@ -186,7 +187,7 @@ def test_the_oldest_blocked_request_without_room_leaves_a_limit_to_others() -> N
     one.submit(request(), 3.0)
     (full,) = grants(one, 3.0)
     assert full.request.pool == "base"
-    one.finish(held, Verdict.SERVED, 4.0)
+    one.apply(Returned(held.lease, Verdict.SERVED), 4.0)
     assert names(grants(one, 4.0)) == ["2.0"]
 
 
@@ -212,7 +213,7 @@ def test_a_request_blocked_by_one_limit_does_not_block_another() -> None:
     limited(one, "other", 2.0, limit="tenant:u")
     limited(one, "base", 3.0, limit="tenant:u")
     assert grants(one, 3.0) == []
-    one.finish(held, Verdict.SERVED, 4.0)
+    one.apply(Returned(held.lease, Verdict.SERVED), 4.0)
     assert names(grants(one, 4.0)) == ["2.0"]
 
 
@@ -247,7 +248,7 @@ def test_a_backend_that_changes_its_model_moves_and_its_leases_run_on(monkeypatc
     assert lost == ["a"]
     one.submit(request(pool="new", model="new"), 0.0)
     assert granted(one) == ["new"]
-    one.finish(grant, Verdict.SERVED, 1.0)
+    one.apply(Returned(grant.lease, Verdict.SERVED), 1.0)
     one.check(0.0)
     assert one.views(1.0)["a"].load == 1
 
@@ -291,7 +292,7 @@ def test_ready_means_that_some_backend_takes_requests_now() -> None:
     assert one.ready(0.0)
     one.submit(request(), 0.0)
     grant = only_grant(one, 0.0)
-    one.finish(grant, Verdict.CONNECT_FAILED, 0.0)
+    one.apply(Returned(grant.lease, Verdict.CONNECT_FAILED), 0.0)
     assert not one.ready(0.5)
     assert one.ready(1.0)
 
@@ -337,15 +338,15 @@ def test_a_policy_that_raises_leaves_every_account_settled(
     granted = [decision for decision in one.decide(0.0) if isinstance(decision, Grant)]
     assert [grant.request.id for grant in granted] == ["0", "1"]
     for grant in granted:
-        one.started(grant, 1.0)
-        one.progress(grant, 500, 2.0)
-        one.finish(grant, Verdict.SERVED, 3.0, Usage(10, 500))
+        one.apply(Started(grant.lease), 1.0)
+        one.apply(Progress(grant.lease, 500), 2.0)
+        one.apply(Returned(grant.lease, Verdict.SERVED, Usage(10, 500)), 3.0)
         cached(one, grant, (1, 2))
         one.ended(grant.request, None, 3.0)
     kill(one, "a")
     one.backends["a"].answered(3.0)
     last = only_grant(one, 3.0)
-    one.finish(last, Verdict.CLIENT_GONE, 4.0)
+    one.apply(Returned(last.lease, Verdict.CLIENT_GONE), 4.0)
     one.ended(last.request, None, 4.0)
     assert len(one.faults(4.0)) == 1
     assert next(raised) > 1
@@ -367,8 +368,8 @@ def test_grant_of_another_process_is_booked_but_charged_by_it_alone() -> None:
     assert one.views(0.0)["a"].load == 1
     assert one.balances()[known.pool, known.band]["f"] == 5.0
     grant = Grant(lease, known, placed, -3.0, 0, GrantReason((), 0, (), 0))
-    one.started(grant, -2.0)
-    one.finish(grant, Verdict.SERVED, 1.0, Usage(30, 12))
+    one.apply(Started(grant.lease), -2.0)
+    one.apply(Returned(grant.lease, Verdict.SERVED, Usage(30, 12)), 1.0)
     one.ended(known, None, 1.0)
     # Only the tokens beyond the estimate are charged here.
     assert one.balances()[known.pool, known.band]["f"] == 5.0 + 2.0 * DEFAULTS.output_weight

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from llmproxy.core.domain import CRITICAL, DEFAULT, Drop, Grant, Outcome, Request, Trouble, Usage, Verdict
+from llmproxy.core.lease_events import Returned, Started
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import Settings, UsageLimit
 from tests.core.make import DEFAULTS, cached, grants, listing, only_drop, pools, reading, refusal, request, tight
@@ -39,8 +40,8 @@ def test_drained_backend_ends_its_requests_and_gets_no_new_ones() -> None:
     submit(one, times=3)
     assert backends(grants(one)) == ["b"]
     mine = next(grant for grant in before if grant.placed.backend == "a")
-    one.started(mine, 1.0)
-    one.finish(mine, Verdict.SERVED, 1.0, Usage(10, 10))
+    one.apply(Started(mine.lease), 1.0)
+    one.apply(Returned(mine.lease, Verdict.SERVED, Usage(10, 10)), 1.0)
     assert grants(one, 1.0) == []
     one.backends["a"].drained = False
     assert backends(grants(one, 1.0)) == ["a", "a"]
@@ -75,7 +76,7 @@ def test_waiting_requests_outlive_the_only_backend() -> None:
     waiting = submit(one)
     one.backends["old"].drained = True
     one.add_backend("new", 1)
-    one.finish(running, Verdict.SERVED, 1.0)
+    one.apply(Returned(running.lease, Verdict.SERVED), 1.0)
     one.remove_backend("old")
     assert grants(one, 1.0) == []
     assert refusal(one.catalogue.resolve, "base").outcome is Outcome.REJECTED_NO_BACKENDS
@@ -118,8 +119,8 @@ def test_a_removed_backend_is_forgotten_and_the_others_are_not() -> None:
         (granted,) = grants(one)
         one.backends["b" if name == "a" else "a"].drained = False
         given[granted.placed.backend] = granted
-        one.started(granted, 0.5)
-        one.finish(granted, Verdict.SERVED, 1.0, Usage(48, 10))
+        one.apply(Started(granted.lease), 0.5)
+        one.apply(Returned(granted.lease, Verdict.SERVED, Usage(48, 10)), 1.0)
         cached(one, granted, (*prefix, 40))
     one.remove_backend("a")
     # The blocks of a late answer are not noted for a backend that is gone.
@@ -137,7 +138,7 @@ def test_a_late_answer_of_a_removed_backend_teaches_its_successor_nothing() -> N
     one.backends["b"].drained = True
     submit(one, prefix=(1, 2), prefix_tokens=16.0)
     (granted,) = grants(one)
-    one.finish(granted, Verdict.SERVED, 1.0, Usage(10, 10))
+    one.apply(Returned(granted.lease, Verdict.SERVED, Usage(10, 10)), 1.0)
     one.remove_backend("a")
     one.add_backend("a", 4)
     one.backends["a"].answered(2.0)
@@ -158,7 +159,7 @@ def test_a_new_process_behind_a_name_is_down_until_read_and_starts_empty() -> No
     for _ in range(3):
         one.troubled("a", Trouble.REFUSED)
     assert one.decide(1.0) == []
-    one.finish(granted, Verdict.SERVED, 1.0, Usage(10, 10))
+    one.apply(Returned(granted.lease, Verdict.SERVED, Usage(10, 10)), 1.0)
     cached(one, granted, (1, 2, 3))
     one.backends["a"].answered(2.0)
     assert one.ready(2.0)
@@ -189,11 +190,11 @@ def test_waiting_requests_survive_a_change_of_all_settings() -> None:
         ),
         1.0,
     )
-    one.finish(running, Verdict.SERVED, 1.0)
+    one.apply(Returned(running.lease, Verdict.SERVED), 1.0)
     served = 1
     while granted := grants(one, 1.0):
         served += len(granted)
-        one.finish(granted[0], Verdict.SERVED, 1.0)
+        one.apply(Returned(granted[0].lease, Verdict.SERVED), 1.0)
     assert served == 5
     submit(one, 2.0)
     assert "requests_max" in refusal(submit, one, 2.0).message
@@ -207,7 +208,7 @@ def test_a_smaller_batch_limit_holds_for_the_next_request() -> None:
     one.backends["a"].set_limits_and_role(2, None)
     submit(one)
     for count, granted in enumerate(first[:3], 1):
-        one.finish(granted, Verdict.SERVED, 1.0)
+        one.apply(Returned(granted.lease, Verdict.SERVED), 1.0)
         assert len(grants(one, 1.0)) == (1 if count == 3 else 0)
 
 
@@ -259,7 +260,7 @@ def test_requests_in_flight_count_under_the_new_limit() -> None:
     reconfigure(one, limited(in_flight=1))
     submit(one, limits=("tenant:t",))
     for count, granted in enumerate(first, 1):
-        one.finish(granted, Verdict.SERVED, 1.0)
+        one.apply(Returned(granted.lease, Verdict.SERVED), 1.0)
         assert len(grants(one, 1.0)) == (1 if count == 3 else 0)
 
 
@@ -273,7 +274,7 @@ def test_blocked_requests_go_when_their_limit_is_lifted() -> None:
         running += grants(one)
     assert len(running) == 150
     for granted in running:
-        one.finish(granted, Verdict.SERVED, 1.0)
+        one.apply(Returned(granted.lease, Verdict.SERVED), 1.0)
     one.check(1.0)
 
 
@@ -285,7 +286,7 @@ def test_restored_limit_counts_requests_begun_without_it() -> None:
     reconfigure(one, limited(in_flight=1))
     submit(one, limits=("tenant:t",))
     assert grants(one) == []
-    one.finish(running, Verdict.SERVED, 1.0)
+    one.apply(Returned(running.lease, Verdict.SERVED), 1.0)
     assert len(grants(one, 1.0)) == 1
 
 

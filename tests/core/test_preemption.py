@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, AdmissionKind, Grant, Preempt, Verdict
+from llmproxy.core.lease_events import Committed, LeaseEvent, Returned, Started
 from llmproxy.core.pools import Pools
 from llmproxy.core.preemption import LOOK_MAX, PREEMPT_MAX
 from llmproxy.core.settings import Settings, UsageLimit
@@ -48,10 +48,10 @@ def test_only_bands_below_default_are_preempted_by_bands_above_it(low: int, high
     assert taken_back(of) == (["low0"] if (low, high) in GIVES_WAY else [])
 
 
-@pytest.mark.parametrize("event", [Pools.started, Pools.committed])
-def test_request_with_a_token_or_byte_sent_is_never_preempted(event: Callable[[Pools, Grant, float], None]) -> None:
+@pytest.mark.parametrize("event", [Started, Committed])
+def test_request_with_a_token_or_byte_sent_is_never_preempted(event: type[LeaseEvent]) -> None:
     of, (low,) = full()
-    event(of, low, 1.5)
+    of.apply(event(low.lease), 1.5)
     urgent(of)
     assert taken_back(of) == []
 
@@ -60,9 +60,9 @@ def test_a_lease_that_answers_after_preemption_is_replaced_by_another() -> None:
     of, (older, newer) = full(2)
     urgent(of)
     assert taken_back(of) == ["low1"]
-    of.started(newer, 2.1)
+    of.apply(Started(newer.lease), 2.1)
     assert taken_back(of, 2.1) == ["low0"]
-    of.finish(older, Verdict.PREEMPTED, 2.2)
+    of.apply(Returned(older.lease, Verdict.PREEMPTED), 2.2)
 
 
 def test_the_lowest_band_is_preempted_first() -> None:
@@ -80,7 +80,7 @@ def test_only_so_many_are_outstanding_at_a_time() -> None:
     of, held = full(PREEMPT_MAX + 4)
     urgent(of, PREEMPT_MAX + 4)
     assert len(taken_back(of)) == PREEMPT_MAX
-    of.finish(held[-1], Verdict.PREEMPTED, 3.0)
+    of.apply(Returned(held[-1].lease, Verdict.PREEMPTED), 3.0)
     of.submit(held[-1].request, 3.0, entry=AdmissionKind.PREEMPTED)
     granted, *more = of.decide(3.0)
     assert isinstance(granted, Grant)
@@ -182,13 +182,13 @@ def test_preempted_request_returns_first_in_its_flow() -> None:
     urgent(of, 2)
     assert taken_back(of) == ["low1", "low0"]
     for one in reversed(held):
-        of.finish(one, Verdict.PREEMPTED, 2.1)
+        of.apply(Returned(one.lease, Verdict.PREEMPTED), 2.1)
         of.submit(one.request, 2.1, entry=AdmissionKind.PREEMPTED)
     served = grants(of, 2.1)
     assert [grant.request.band for grant in served] == [CRITICAL] * 2
     back: list[str] = []
     while served:
-        of.finish(served.pop(), Verdict.SERVED, 3.0)
+        of.apply(Returned(served.pop().lease, Verdict.SERVED), 3.0)
         served += grants(of, 3.0)
         back += [grant.request.id for grant in served[-1:] if grant.request.band == SHEDDABLE]
     assert back == ["low0", "low1", "older"]
@@ -199,7 +199,7 @@ def test_a_preempted_attempt_costs_nothing() -> None:
     assert of.balances()["base", SHEDDABLE]["low"] == 30.0
     urgent(of)
     taken_back(of)
-    of.finish(low, Verdict.PREEMPTED, 2.1)
+    of.apply(Returned(low.lease, Verdict.PREEMPTED), 2.1)
     assert of.balances()["base", SHEDDABLE]["low"] == 0.0
     of.submit(low.request, 2.1, entry=AdmissionKind.PREEMPTED)
     of.check(2.1)
@@ -209,7 +209,7 @@ def test_a_preempted_request_keeps_its_deadline_and_passes_a_full_queue() -> Non
     of, (low,) = full(settings=tight(ceilings={DEFAULT: 1.0}, queue=replace(DEFAULTS.queue, requests_max=1)))
     urgent(of)
     assert taken_back(of) == ["low0"]
-    of.finish(low, Verdict.PREEMPTED, 2.1)
+    of.apply(Returned(low.lease, Verdict.PREEMPTED), 2.1)
     of.submit(low.request, 2.1, entry=AdmissionKind.PREEMPTED)
     of.decide(2.1)
     assert of.next_wakeup(2.1) == low.request.deadline_s
@@ -242,7 +242,7 @@ def test_a_lease_in_an_engines_queue_is_preempted_despite_seeming_room(stream: b
     assert isinstance(granted, Grant)
     assert [(type(one), one.request.id) for one in preempted] == [(Preempt, "low7"), (Preempt, "low6")]
     assert of.decide(2.0) == []
-    of.finish(held[7], Verdict.PREEMPTED, 2.2)
+    of.apply(Returned(held[7].lease, Verdict.PREEMPTED), 2.2)
     of.submit(held[7].request, 2.2, entry=AdmissionKind.PREEMPTED)
     # It does not return to the backend, behind the request that preempted it.
     assert of.decide(2.2) == []
@@ -260,7 +260,7 @@ def test_requests_are_preempted_only_while_the_higher_one_waits() -> None:
     assert taken_back(of, 2.5) == []
     of.backends["a"].observe(reading(2.6, running=7, waiting=3))
     assert taken_back(of, 2.6) == ["low7"]
-    of.started(critical, 2.7)
+    of.apply(Started(critical.lease), 2.7)
     of.backends["a"].observe(reading(2.8, running=4, waiting=6))
     assert taken_back(of, 2.8) == []
 
@@ -282,12 +282,12 @@ def test_nothing_is_preempted_for_a_request_at_its_usage_limit() -> None:
     of = pools({"a": 1, "b": 1, "c": 1}, settings)
     submit(of, request(id="above", band=CRITICAL), request(id="first", band=7, limits=("t",)), now=1.0)
     above, first = grants(of, 1.0)
-    of.started(first, 1.1)
-    of.finish(above, Verdict.SERVED, 1.2)
+    of.apply(Started(first.lease), 1.1)
+    of.apply(Returned(above.lease, Verdict.SERVED), 1.2)
     of.submit(request(id="low", band=SHEDDABLE), 1.3)
     assert [one.request.id for one in of.decide(1.3)] == ["low"]
     of.submit(request(id="second", band=7, limits=("t",)), 1.4)
     assert of.decide(1.4) == []
     assert of.blocked() == {"t": 1}
-    of.finish(first, Verdict.SERVED, 1.5)
+    of.apply(Returned(first.lease, Verdict.SERVED), 1.5)
     assert [one.request.id for one in of.decide(1.5)] == ["second"]

@@ -21,6 +21,7 @@ from llmproxy.core.domain import (
     Slo,
     Verdict,
 )
+from llmproxy.core.lease_events import Returned, Started
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.queue import FLOW_LOOK_MAX
 from llmproxy.core.settings import Settings
@@ -47,7 +48,7 @@ def streaming(
     for name in backends:
         of.submit(asked(f"stream {name}", prompt_tokens=1), 0.0)
         (one,) = grants(of, 0.0)
-        of.started(one, 0.04)
+        of.apply(Started(one.lease), 0.04)
         held.append(one)
     assert {one.placed.backend for one in held} == set(backends)
     return of, held
@@ -64,8 +65,8 @@ def windowed(*adapters: str, **given: Any) -> Pools:
     of, _ = streaming("a", settings=replace(DEFAULTS, **given), adapters=adapters)
     for at in (0.1, 0.3, 0.5):
         (one,) = flood(of, "-", at, slo=None, prompt_tokens=1_500)
-        of.started(one, at + 0.13)
-        of.finish(one, Verdict.SERVED, at + 0.14)
+        of.apply(Started(one.lease), at + 0.13)
+        of.apply(Returned(one.lease, Verdict.SERVED), at + 0.14)
     return of
 
 
@@ -104,7 +105,7 @@ def test_prompts_beyond_the_window_wait_and_go_without_any_event() -> None:
 def test_first_byte_lets_the_next_prompt_go() -> None:
     of = windowed()
     (first,) = flood(of, "ab", 1.0, prompt_tokens=6_000)
-    of.started(first, 1.01)
+    of.apply(Started(first.lease), 1.01)
     assert [one.request.id for one in grants(of, 1.01)] == ["b"]
 
 
@@ -113,7 +114,7 @@ def test_request_that_would_be_late_behind_a_full_window_is_refused() -> None:
     hurried = asked("h", 1.0, slo=Slo(ttft_s=0.25), prompt_tokens=1_500)
     (first,) = flood(of, "a", 1.0, slo=None, prompt_tokens=6_000)
     assert refusal(of.submit, hurried, 1.0).outcome is Outcome.REJECTED_DEADLINE
-    of.started(first, 1.01)
+    of.apply(Started(first.lease), 1.01)
     of.submit(hurried, 1.01)
     assert [one.request.id for one in grants(of, 1.01)] == ["h"]
 
@@ -126,7 +127,7 @@ def test_critical_request_takes_back_prompts_that_fill_the_window() -> None:
     (back,) = of.decide(1.0)
     assert isinstance(back, Preempt)
     assert back.request.id == "c"
-    of.finish(low[-1], Verdict.PREEMPTED, 1.0)
+    of.apply(Returned(low[-1].lease, Verdict.PREEMPTED), 1.0)
     assert [one.request.id for one in grants(of, 1.0)] == ["urgent"]
 
 
@@ -136,20 +137,20 @@ def test_prompt_that_an_engine_never_begins_does_not_close_the_window() -> None:
     for number in range(20):
         now = 2.0 + number
         (one,) = flood(of, "-", now, slo=None, prompt_tokens=1_500)
-        of.started(one, now + 0.13)
-        of.finish(one, Verdict.SERVED, now + 0.14)
+        of.apply(Started(one.lease), now + 0.13)
+        of.apply(Returned(one.lease, Verdict.SERVED), now + 0.14)
 
 
 def test_prompt_that_waits_for_an_adapter_slot_does_not_close_the_window() -> None:
     of = windowed("x", "y")
     of.backends["a"].observe(reading(1.0, max_adapters=1))
     (one,) = flood(of, "x", 1.0, adapter="x", model="x", slo=None, prompt_tokens=100)
-    of.started(one, 1.2)
+    of.apply(Started(one.lease), 1.2)
     # The slot is taken until the answer to x ends.
     assert len(flood(of, "y", 1.3, adapter="y", model="y", slo=None, prompt_tokens=PROMPT)) == 1
     (first,) = flood(of, "1", 1.4, slo=None, prompt_tokens=6_000)
     assert not flood(of, "2", 1.4, slo=None, prompt_tokens=6_000)
-    of.started(first, 1.8)
+    of.apply(Started(first.lease), 1.8)
     assert [one.request.id for one in grants(of, 1.8)] == ["2"]
 
 
@@ -171,7 +172,7 @@ def test_backend_without_streams_takes_any_prompt() -> None:
     of, (stream,) = streaming("a")
     went = flood(of, "abcdefgh", 1.0)
     for one in [stream, *went]:
-        of.finish(one, Verdict.CLIENT_GONE, 1.0)
+        of.apply(Returned(one.lease, Verdict.CLIENT_GONE), 1.0)
     assert grants(of, 1.0)
 
 
@@ -185,9 +186,9 @@ def test_request_takes_an_open_backend_or_waits_for_a_better_one() -> None:
 def test_request_goes_to_an_idle_backend_that_had_more_prompts_lately() -> None:
     of, streams = streaming("a", "b")
     (stream,) = [one for one in streams if one.placed.backend == "b"]
-    of.finish(stream, Verdict.SERVED, 0.5)
+    of.apply(Returned(stream.lease, Verdict.SERVED), 0.5)
     for one in flood(of, "abcdefghijklmnop", 1.0, slo=None, backend="b"):
-        of.finish(one, Verdict.SERVED, 1.0)
+        of.apply(Returned(one.lease, Verdict.SERVED), 1.0)
     closed = flood(of, "qrstuvwx", 1.0, backend="a")
     assert len(closed) < 8
     assert [one.placed.backend for one in flood(of, "y", 1.0)] == ["b"]
@@ -215,15 +216,15 @@ def test_objective_of_a_stream_holds_back_no_higher_band() -> None:
 def test_band_that_is_owed_its_minimum_share_and_rationed_holds_back_no_higher_band() -> None:
     share = {SHEDDABLE: 0.5}
     of, (stream,) = streaming("a", settings=replace(DEFAULTS, capacity=ANY_TIME.capacity, min_shares=share))
-    of.finish(stream, Verdict.SERVED, 0.5)
+    of.apply(Returned(stream.lease, Verdict.SERVED), 0.5)
     (low,) = flood(of, "s", 0.6, band=SHEDDABLE, prompt_tokens=1)
-    of.started(low, 0.65)
+    of.apply(Started(low.lease), 0.65)
     assert len(flood(of, "abcdefgh", 1.0, band=SHEDDABLE, prompt_tokens=15_000)) < 8
     for number in range(40):
         now = 1.0 + 0.01 * number
         (one,) = flood(of, [f"critical {number}"], now, band=CRITICAL, slo=None)
-        of.started(one, now)
-        of.finish(one, Verdict.SERVED, now)
+        of.apply(Started(one.lease), now)
+        of.apply(Returned(one.lease, Verdict.SERVED), now)
 
 
 def test_critical_request_takes_back_prompts_that_were_not_begun() -> None:
@@ -233,7 +234,7 @@ def test_critical_request_takes_back_prompts_that_were_not_begun() -> None:
     of.submit(asked("urgent", 1.0, band=CRITICAL), 1.0)
     (back,) = of.decide(1.0)
     assert isinstance(back, Preempt)
-    of.finish(low[back.lease], Verdict.PREEMPTED, 1.0)
+    of.apply(Returned(low[back.lease].lease, Verdict.PREEMPTED), 1.0)
     assert grants(of, 1.0)[0].request.id == "urgent"
 
 
@@ -288,13 +289,13 @@ def test_no_band_passes_a_waiting_higher_band(seed: int, window_s: float | None)
         elif held:
             one = held.pop(rng.randrange(len(held)))
             if rng.random() < 0.5:
-                of.started(one, now)
-            of.finish(one, Verdict.SERVED, now)
+                of.apply(Started(one.lease), now)
+            of.apply(Returned(one.lease, Verdict.SERVED), now)
         for decision in of.decide(now):
             if isinstance(decision, Preempt):
                 (back,) = [one for one in held if one.lease == decision.lease]
                 held.remove(back)
-                of.finish(back, Verdict.PREEMPTED, now)
+                of.apply(Returned(back.lease, Verdict.PREEMPTED), now)
                 of.submit(decision.request, now, entry=AdmissionKind.PREEMPTED)
                 waiting[decision.request.id] = decision.request.band
             if not isinstance(decision, Grant):
@@ -312,9 +313,9 @@ def test_no_band_passes_a_waiting_higher_band(seed: int, window_s: float | None)
 def test_objectives_of_any_size_are_counted_in_and_out() -> None:
     of, (stream,) = streaming("a")
     (loose,) = flood(of, "l", 1.0, slo=Slo(tpot_s=1e9), prompt_tokens=100)
-    of.finish(stream, Verdict.SERVED, 1.0)
+    of.apply(Returned(stream.lease, Verdict.SERVED), 1.0)
     (tight,) = flood(of, "t", 1.0, slo=Slo(tpot_s=1e-9), prompt_tokens=100)
-    of.finish(loose, Verdict.SERVED, 1.0)
+    of.apply(Returned(loose.lease, Verdict.SERVED), 1.0)
     assert len(flood(of, "x", 1.0, prompt_tokens=100)) == 1
-    of.finish(tight, Verdict.SERVED, 1.0)
+    of.apply(Returned(tight.lease, Verdict.SERVED), 1.0)
     of.check(1.0)

@@ -21,6 +21,7 @@ from llmproxy.core.domain import (
     Trouble,
     Verdict,
 )
+from llmproxy.core.lease_events import Returned
 from llmproxy.core.placement.policy import Placement, make
 from llmproxy.core.queueing.admission import RETRY_EMPTY_S
 from tests.core.make import (
@@ -74,7 +75,7 @@ def test_blocked_band_stops_lower_bands() -> None:
     submit(one, *(request(band=CRITICAL) for _ in range(5)), *(request(band=SHEDDABLE) for _ in range(5)))
     held = grants(one)
     assert len(held) == 4
-    one.finish(held[0], Verdict.SERVED, 1.0)
+    one.apply(Returned(held[0].lease, Verdict.SERVED), 1.0)
     (next_one,) = grants(one, 1.0)
     assert next_one.request.band == CRITICAL
 
@@ -114,12 +115,12 @@ def test_retry_avoids_its_failed_backend_and_delays_nobody() -> None:
     submit(one, request(id="first"), request(id="second"))
     by_backend = {grant.placed.backend: grant for grant in grants(one)}
     failed = by_backend["a"]
-    one.finish(failed, Verdict.FAILED, 1.0)
+    one.apply(Returned(failed.lease, Verdict.FAILED), 1.0)
     one.submit(failed.request, 1.0, frozenset({"a"}), AdmissionKind.RETRY)
     submit(one, request(id="third", arrived_s=0.5))
     (other,) = grants(one, 1.0)
     assert (other.request.id, other.placed.backend) == ("third", "a")
-    one.finish(by_backend["b"], Verdict.SERVED, 2.0)
+    one.apply(Returned(by_backend["b"].lease, Verdict.SERVED), 2.0)
     (again,) = grants(one, 2.0)
     assert (again.request.id, again.placed.backend) == (failed.request.id, "b")
 
@@ -204,10 +205,10 @@ def test_request_refused_as_busy_waits_for_another_backend() -> None:
     of = pools({"a": 1, "b": 1}, tight())
     submit(of, request(), request())
     first = {grant.placed.backend: grant for grant in grants(of)}
-    of.finish(first["a"], Verdict.BUSY, 0.0)
+    of.apply(Returned(first["a"].lease, Verdict.BUSY), 0.0)
     of.submit(replace(first["a"].request, avoid="a"), 0.0, entry=AdmissionKind.RETRY)
     assert grants(of, 1.0) == [], "a has room again, but only b may take it"
-    of.finish(first["b"], Verdict.SERVED, 1.0)
+    of.apply(Returned(first["b"].lease, Verdict.SERVED), 1.0)
     assert [grant.placed.backend for grant in grants(of, 1.0)] == ["b"]
 
 
@@ -222,7 +223,7 @@ def test_a_backend_that_rests_after_failures_is_waited_for() -> None:
     one = pools({"a": 4})
     submit(one, request())
     (grant,) = grants(one)
-    one.finish(grant, Verdict.CONNECT_FAILED, 0.0)
+    one.apply(Returned(grant.lease, Verdict.CONNECT_FAILED), 0.0)
     submit(one, request())
     assert grants(one, 0.5) == []
     assert one.next_wakeup(0.5) == 1.0
@@ -274,7 +275,7 @@ def test_a_request_that_waits_again_after_a_failure_expires_once() -> None:
     one = pools({"a": 1, "b": 1}, tight())
     submit(one, request(id="retried", deadline_s=5.0), request())
     (retried, _) = grants(one)
-    one.finish(retried, Verdict.FAILED, 1.0)
+    one.apply(Returned(retried.lease, Verdict.FAILED), 1.0)
     one.submit(retried.request, 1.0, frozenset({retried.placed.backend}), AdmissionKind.RETRY)
     assert [decision.request.id for decision in one.decide(5.0)] == ["retried"]
     one.check(0.0)
@@ -319,7 +320,7 @@ def test_leases_of_a_lost_process_are_revoked_once_and_still_returned() -> None:
     assert {decision.lease for decision in revoked if isinstance(decision, Revoke)} == mine
     assert one.decide(0.0) == []
     for grant in held:
-        one.finish(grant, Verdict.LOST, 1.0)
+        one.apply(Returned(grant.lease, Verdict.LOST), 1.0)
     one.check(0.0)
     assert one.views(1.0)["a"].load == 0
 
@@ -329,7 +330,7 @@ def test_a_lease_that_ended_before_the_pass_is_not_revoked() -> None:
     submit(one, request())
     (grant,) = grants(one)
     kill(one, "a")
-    one.finish(grant, Verdict.FAILED, 0.0)
+    one.apply(Returned(grant.lease, Verdict.FAILED), 0.0)
     assert one.decide(0.0) == []
     one.check(0.0)
 
@@ -347,7 +348,7 @@ def test_answers_of_a_lost_process_are_cached_nowhere() -> None:
     submit(one, *(request() for _ in range(2)))
     old = {grant.placed.backend: grant for grant in grants(one)}
     for grant in old.values():
-        one.finish(grant, Verdict.SERVED, 1.0)
+        one.apply(Returned(grant.lease, Verdict.SERVED), 1.0)
     cached(one, old["a"], (1, 2))
     kill(one, "a")
     # The answers were read before the process was known to be gone, and are reported after it.
@@ -357,7 +358,7 @@ def test_answers_of_a_lost_process_are_cached_nowhere() -> None:
     submit(one, *(request(arrived_s=2.0, deadline_s=62.0) for _ in range(2)), now=2.0)
     new = {grant.placed.backend: grant for grant in grants(one, 2.0)}
     for grant in new.values():
-        one.finish(grant, Verdict.SERVED, 3.0)
+        one.apply(Returned(grant.lease, Verdict.SERVED), 3.0)
     cached(one, new["a"], (5, 6))
     assert notified == [("a", (1, 2)), ("b", (3, 4)), ("a", (5, 6))]
 
@@ -395,7 +396,7 @@ def test_a_new_attempt_is_not_turned_away_by_a_full_queue() -> None:
     submit(of, request(id="one"), request(id="two"))
     grant = next(d for d in of.decide(0.0) if isinstance(d, Grant))
     submit(of, request(id="three"), request(id="four"))
-    of.finish(grant, Verdict.CONNECT_FAILED, 0.1)
+    of.apply(Returned(grant.lease, Verdict.CONNECT_FAILED), 0.1)
     of.submit(grant.request, 0.1, frozenset({grant.placed.backend}), AdmissionKind.RETRY)
     assert of.queued()[grant.request.band][0] == 3
 

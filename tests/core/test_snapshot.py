@@ -10,6 +10,7 @@ import pytest
 
 from llmproxy.core import snapshot
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, AdmissionKind, Grant, Request, Slo, Trouble, Verdict
+from llmproxy.core.lease_events import Returned, Started
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing import lazy_heap, queue
 from llmproxy.core.settings import UsageLimit
@@ -80,7 +81,7 @@ def test_the_oldest_need_not_be_the_head() -> None:
 def test_slack_counts_how_long_service_takes() -> None:
     fleet = full()
     (grant,) = _granted(fleet, request(id="r", stream=True), 0.0)
-    fleet.started(grant, 2.0)
+    fleet.apply(Started(grant.lease), 2.0)
     enter(fleet, 3.0, slo=Slo(ttft_s=5.0), flow="blue")
     enter(fleet, 3.0, flow="green", slo=Slo(tpot_s=0.1))
     slack_s = {flow.flow: flow.head.slack_s for flow in band(fleet, DEFAULT, 4.0).shown}
@@ -91,7 +92,7 @@ def test_slack_counts_how_long_service_takes() -> None:
 def _granted(fleet: Pools, one: Request, now: float) -> list[Grant]:
     """Serves `one` in the taken slot."""
     seat = Grant(1, request(), None, 0.0, 0, None)  # type: ignore[arg-type]
-    fleet.finish(seat, Verdict.SERVED, now)
+    fleet.apply(Returned(seat.lease, Verdict.SERVED), now)
     fleet.submit(one, now)
     return grants(fleet, now)
 
@@ -150,7 +151,7 @@ def test_looking_changes_nothing(fairness: str) -> None:
             if look:
                 fleet.snapshot(2.0 + i)
                 fleet.check(2.0 + i)
-            fleet.finish(seat, Verdict.SERVED, 2.0 + i)
+            fleet.apply(Returned(seat.lease, Verdict.SERVED), 2.0 + i)
             (seat,) = fleet.decide(2.0 + i)  # type: ignore[assignment]
             served.append(f"{seat.request.flow} {seat.request.arrived_s}")
         return served
@@ -238,7 +239,7 @@ def test_blocked_requests_are_counted_by_band_and_limit() -> None:
         (ACME, 0),
         (ACME, 2),
     ]
-    fleet.finish(seat, Verdict.SERVED, 1.0)
+    fleet.apply(Returned(seat.lease, Verdict.SERVED), 1.0)
     grant = only_grant(fleet, 1.0)
     assert grant.request.band == CRITICAL
     assert fleet.blocked() == {ACME: 2}

@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from llmproxy.core.domain import Grant, Learned, Predicted, Request, Usage, Verdict
+from llmproxy.core.lease_events import Returned, Started
 from llmproxy.core.placement.cost import EXPLAINED_MAX
 from llmproxy.core.pools import Pools
 from llmproxy.core.snapshot import PoolChoices
@@ -30,8 +31,8 @@ def granted(of: Pools, asked: Request, now: float, excluded: frozenset[str] = fr
 def serve(of: Pools, asked: Request, now: float, took_s: float, output_tokens: int = 11) -> Grant:
     """Serves a request: the first byte comes after half of the time, the tokens in the other half."""
     grant = granted(of, asked, now)
-    of.started(grant, now + took_s / 2)
-    of.finish(grant, Verdict.SERVED, now + took_s, Usage(asked.prompt_tokens, output_tokens))
+    of.apply(Started(grant.lease), now + took_s / 2)
+    of.apply(Returned(grant.lease, Verdict.SERVED, Usage(asked.prompt_tokens, output_tokens)), now + took_s)
     return grant
 
 
@@ -109,8 +110,8 @@ def test_learned_paces_of_all_backends_are_shown() -> None:
         grant = granted(of, request(prompt_tokens=1_000 + 100 * (number % 10), stream=True), now, others)
         slower = {"a": 1.0, "b": 3.0, "c": 1.0}[grant.placed.backend]
         prompt_s = slower * (0.01 + grant.request.prompt_tokens / 10_000)
-        of.started(grant, now + prompt_s)
-        of.finish(grant, Verdict.SERVED, now + prompt_s + slower * 0.2, Usage(1_000, 11))
+        of.apply(Started(grant.lease), now + prompt_s)
+        of.apply(Returned(grant.lease, Verdict.SERVED, Usage(1_000, 11)), now + prompt_s + slower * 0.2)
         now += 60.0
     learned = learned_by(of, now)
     pace = {one.backend: one for one in learned.backends}
@@ -130,8 +131,8 @@ def test_load_and_cache_of_a_backend_are_shown() -> None:
     (busy,) = learned_by(of, 0.0).backends
     assert (busy.in_flight, busy.indexed_blocks, busy.indexed_blocks_max) == (2, 0, 200)
     assert busy.busy_share > 0.0
-    of.started(grant, 0.1)
-    of.finish(grant, Verdict.SERVED, 1.0, Usage(1_000, 4))
+    of.apply(Started(grant.lease), 0.1)
+    of.apply(Returned(grant.lease, Verdict.SERVED, Usage(1_000, 4)), 1.0)
     (idle,) = learned_by(of, 60.0).backends
     assert (idle.in_flight, idle.indexed_blocks) == (0, 10)
     assert idle.busy_share < busy.busy_share

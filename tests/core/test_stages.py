@@ -22,6 +22,7 @@ from llmproxy.core.domain import (
     Usage,
     Verdict,
 )
+from llmproxy.core.lease_events import Recomputing, Returned, Started
 from llmproxy.core.placement.staged import FAILURES_MAX
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.min_share import MinShares
@@ -51,8 +52,8 @@ def long(**given: Any) -> Request:
 
 def prefilled(of: Pools, grant: Grant, now: float = 1.0, excluded: frozenset[str] = frozenset()) -> list[Any]:
     """Ends a prefill stage; returns the decisions of the next pass."""
-    of.started(grant, now)
-    of.finish(grant, Verdict.SERVED, now, Usage(20_000, 1, 0))
+    of.apply(Started(grant.lease), now)
+    of.apply(Returned(grant.lease, Verdict.SERVED, Usage(20_000, 1, 0)), now)
     original = structs.replace(grant.request, stage=Stage.WHOLE, output_tokens=100, deadline_s=now + 60.0)
     of.submit(original, now, excluded, AdmissionKind.PREFILLED)
     return of.decide(now)
@@ -74,7 +75,7 @@ def test_the_prompt_goes_to_the_one_and_the_answer_to_the_other() -> None:
     assert isinstance(answer, Grant)
     assert (answer.placed.backend, answer.request.stage, answer.request.id) == ("d", Stage.DECODE, asked.id)
     assert loads(one, 1.0) == {"p": 0, "d": 1}
-    one.finish(answer, Verdict.SERVED, 2.0, Usage(20_000, 100, 0))
+    one.apply(Returned(answer.lease, Verdict.SERVED, Usage(20_000, 100, 0)), 2.0)
     one.ended(asked, None, 2.0)
     assert loads(one, 2.0) == {"p": 0, "d": 0}
     one.check(2.0)
@@ -112,7 +113,7 @@ def test_auto_splits_only_prompts_that_would_delay_streams(prompt_tokens: int, s
     one = one_each(DEFAULTS.disaggregation, limit=20)
     for _ in range(8):
         submit(one, long(splittable=False, prompt_tokens=30, output_tokens=1_000))
-        one.started(only_grant(one, 0.0), 0.032)
+        one.apply(Started(only_grant(one, 0.0).lease), 0.032)
     submit(one, long(prompt_tokens=prompt_tokens))
     assert only_grant(one, 1.0).request.stage is stage
 
@@ -125,7 +126,7 @@ def test_no_prompt_is_begun_without_a_place_for_its_answer() -> None:
     assert isinstance(second, Grant)
     assert loads(one) == {"p": 2, "d": 2}
     # A released slot goes to a waiting request.
-    one.finish(first, Verdict.CLIENT_GONE, 1.0)
+    one.apply(Returned(first.lease, Verdict.CLIENT_GONE), 1.0)
     assert [type(decision) for decision in one.decide(1.0)] == [Grant]
     assert loads(one, 1.0) == {"p": 2, "d": 2}
 
@@ -149,7 +150,7 @@ def test_a_request_between_its_stages_counts_once_under_limits_and_shares() -> N
     assert isinstance(answer, Grant)
     assert answer.request.id == asked.id
     assert one.snapshot(1.0).limits[0].in_flight == 1
-    one.finish(answer, Verdict.SERVED, 2.0, Usage(20_000, 100, 0))
+    one.apply(Returned(answer.lease, Verdict.SERVED, Usage(20_000, 100, 0)), 2.0)
     one.ended(asked, None, 2.0)
     assert one.snapshot(2.0).limits[0].in_flight == 0
     assert only_grant(one, 2.0).request.id != asked.id
@@ -164,12 +165,12 @@ def test_both_stages_are_charged_as_much_as_the_whole() -> None:
         grant = only_grant(one, 0.0)
         usage = Usage(20_000, 100, 5_000)
         if how is ALWAYS:
-            one.started(grant, 1.0)
-            one.finish(grant, Verdict.SERVED, 1.0, Usage(20_000, 1, 5_000))
+            one.apply(Started(grant.lease), 1.0)
+            one.apply(Returned(grant.lease, Verdict.SERVED, Usage(20_000, 1, 5_000)), 1.0)
             original = structs.replace(grant.request, stage=Stage.WHOLE, output_tokens=100)
             one.submit(original, 1.0, frozenset(), AdmissionKind.PREFILLED)
             grant = only_grant(one, 1.0)
-        one.finish(grant, Verdict.SERVED, 2.0, usage)
+        one.apply(Returned(grant.lease, Verdict.SERVED, usage), 2.0)
         standings.append(one.balances()["base", DEFAULT]["mine"])
     assert standings[0] == standings[1]
     assert standings[0] > 0.0
@@ -198,17 +199,17 @@ def test_a_prompt_is_paid_once_where_its_answer_failed(unit: str, case: str, the
             assert isinstance(answer, Grant)
             if case in UNANSWERED:
                 verdict, usage = UNANSWERED[case]
-                one.finish(answer, verdict, 1.0, usage)
+                one.apply(Returned(answer.lease, verdict, usage), 1.0)
                 one.submit(structs.replace(asked, splittable=False), 1.0, frozenset(), AdmissionKind.RETRY)
                 answer = only_grant(one, 1.0)
             grant = answer
         assert grant.request.stage is Stage.WHOLE
         if then == "whole":
-            one.finish(grant, Verdict.SERVED, 2.0, Usage(20_000, 100, 5_000))
+            one.apply(Returned(grant.lease, Verdict.SERVED, Usage(20_000, 100, 5_000)), 2.0)
         elif then == "refused":
-            one.finish(grant, Verdict.FAILED, 2.0)
+            one.apply(Returned(grant.lease, Verdict.FAILED), 2.0)
         else:
-            one.finish(grant, Verdict.CLIENT_GONE, 2.0, Usage(20_000, 3))
+            one.apply(Returned(grant.lease, Verdict.CLIENT_GONE, Usage(20_000, 3)), 2.0)
         one.ended(asked, None, 2.0)
         costs.append(ledger.last.charged)
     assert costs[0] == pytest.approx(costs[1])
@@ -222,10 +223,10 @@ def test_a_prompt_without_an_answer_is_not_paid(answer_ends: bool, ledger: type[
     grant = only_grant(one, 0.0)
     if answer_ends:
         (answer,) = prefilled(one, grant)
-        one.finish(answer, Verdict.TRANSFER_FAILED, 1.0, Usage(0, 0))
+        one.apply(Returned(answer.lease, Verdict.TRANSFER_FAILED, Usage(0, 0)), 1.0)
     else:
-        one.started(grant, 1.0)
-        one.finish(grant, Verdict.SERVED, 1.0, Usage(20_000, 1))
+        one.apply(Started(grant.lease), 1.0)
+        one.apply(Returned(grant.lease, Verdict.SERVED, Usage(20_000, 1)), 1.0)
     one.ended(asked, None, 1.0)
     assert ledger.last.charged == 0.0
 
@@ -245,7 +246,7 @@ def test_minimum_shares_count_a_prompt_once(unit: str, way: str, monkeypatch: py
     submit(one, asked := long())
     (answer,) = prefilled(one, only_grant(one, 0.0))
     if way == "failed":
-        one.finish(answer, Verdict.TRANSFER_FAILED, 1.0, Usage(0, 0))
+        one.apply(Returned(answer.lease, Verdict.TRANSFER_FAILED, Usage(0, 0)), 1.0)
         one.submit(structs.replace(asked, splittable=False), 1.0, frozenset(), AdmissionKind.RETRY)
         assert only_grant(one, 1.0).request.stage is Stage.WHOLE
     assert sum(granted) - sum(undone) == {"tokens": 20_200.0, "requests": 1.0}[unit]
@@ -257,8 +258,8 @@ def test_a_client_that_leaves_between_the_stages_leaves_nothing() -> None:
     one = one_each(limits={"tenant:t": UsageLimit(in_flight=1)})
     submit(one, asked := long(limits=("tenant:t",)))
     grant = only_grant(one, 0.0)
-    one.started(grant, 1.0)
-    one.finish(grant, Verdict.SERVED, 1.0, Usage(20_000, 1))
+    one.apply(Started(grant.lease), 1.0)
+    one.apply(Returned(grant.lease, Verdict.SERVED, Usage(20_000, 1)), 1.0)
     assert loads(one, 1.0) == {"p": 0, "d": 1}
     one.ended(asked, None, 1.0)
     assert loads(one, 1.0) == {"p": 0, "d": 0}
@@ -269,7 +270,7 @@ def test_a_refused_prompt_keeps_nothing() -> None:
     """A refusal by the engine counts as served, and no answer follows."""
     one = one_each(limits={"tenant:t": UsageLimit(in_flight=1)}, limit=1)
     submit(one, asked := long(limits=("tenant:t",)))
-    one.finish(only_grant(one, 0.0), Verdict.SERVED, 1.0, Usage(0, 0))
+    one.apply(Returned(only_grant(one, 0.0).lease, Verdict.SERVED, Usage(0, 0)), 1.0)
     assert loads(one, 1.0) == {"p": 0, "d": 0}
     assert one.backends["p"].kv_pinned_until_s(1.0) is None
     one.submit(structs.replace(asked, splittable=False), 1.0, frozenset(), AdmissionKind.RETRY)
@@ -284,8 +285,8 @@ def test_only_an_answer_that_began_proves_that_prompts_arrive(refused: bool) -> 
         submit(one, asked := long(), now=float(turn))
         (answer,) = prefilled(one, only_grant(one, float(turn)), float(turn))
         if verdict is Verdict.SERVED and not refused:
-            one.started(answer, float(turn))
-        one.finish(answer, verdict, float(turn), Usage(0, 0))
+            one.apply(Started(answer.lease), float(turn))
+        one.apply(Returned(answer.lease, verdict, Usage(0, 0)), float(turn))
         one.ended(asked, None, float(turn))
     submit(one, long(), now=3.0)
     assert only_grant(one, 3.0).request.stage is (Stage.WHOLE if refused else Stage.PREFILL)
@@ -304,11 +305,11 @@ def test_a_prompt_that_is_not_fetched_proves_nothing() -> None:
             placement = next(iter(one.schedulers.values()))._placement
             told: list[int] = []
             placement.inner.recomputing = told.append  # type: ignore[assignment, method-assign]
-            one.recomputing(answer)
+            one.apply(Recomputing(answer.lease), float(turn))
             assert told == [answer.lease]
             assert one.backends["p"].kv_pinned_until_s(float(turn)) is None
-            one.started(answer, float(turn))
-        one.finish(answer, Verdict.SERVED if late else Verdict.TRANSFER_FAILED, float(turn), Usage(0, 0))
+            one.apply(Started(answer.lease), float(turn))
+        one.apply(Returned(answer.lease, Verdict.SERVED if late else Verdict.TRANSFER_FAILED, Usage(0, 0)), float(turn))
         one.ended(asked, None, float(turn))
     submit(one, long(), now=4.0)
     assert only_grant(one, 4.0).request.stage is Stage.WHOLE
@@ -318,7 +319,7 @@ def fail_a_transfer(of: Pools, now: float) -> None:
     """Split a request whose answer cannot fetch the prompt."""
     submit(of, asked := long(arrived_s=now, deadline_s=now + 60.0), now=now)
     (answer,) = prefilled(of, only_grant(of, now), now)
-    of.finish(answer, Verdict.TRANSFER_FAILED, now, Usage(0, 0))
+    of.apply(Returned(answer.lease, Verdict.TRANSFER_FAILED, Usage(0, 0)), now)
     of.ended(asked, None, now)
 
 
@@ -326,7 +327,7 @@ def splits(of: Pools, now: float) -> bool:
     """Whether the next request is split. Its client leaves."""
     submit(of, asked := long(arrived_s=now, deadline_s=now + 60.0), now=now)
     grant = only_grant(of, now)
-    of.finish(grant, Verdict.CLIENT_GONE, now)
+    of.apply(Returned(grant.lease, Verdict.CLIENT_GONE), now)
     of.ended(asked, None, now)
     return grant.request.stage is Stage.PREFILL
 
@@ -361,8 +362,8 @@ def test_a_waiting_answer_can_be_cancelled() -> None:
     one = one_each()
     submit(one, asked := long())
     grant = only_grant(one, 0.0)
-    one.started(grant, 1.0)
-    one.finish(grant, Verdict.SERVED, 1.0, Usage(20_000, 1))
+    one.apply(Started(grant.lease), 1.0)
+    one.apply(Returned(grant.lease, Verdict.SERVED, Usage(20_000, 1)), 1.0)
     one.submit(asked, 1.0, frozenset(), AdmissionKind.PREFILLED)
     one.cancel(asked)
     one.ended(asked, None, 1.0)
@@ -392,7 +393,7 @@ def test_request_is_served_whole_where_no_place_is_left() -> None:
     (again,) = found or one.decide(1.0)
     assert isinstance(again, Grant)
     assert (again.placed.backend, again.request.stage, again.request.id) == ("p", Stage.WHOLE, asked.id)
-    one.finish(again, Verdict.SERVED, 2.0)
+    one.apply(Returned(again.lease, Verdict.SERVED), 2.0)
     one.ended(asked, None, 2.0)
     assert loads(one, 2.0)["p"] == 0
 
@@ -465,7 +466,7 @@ def test_a_prompt_is_preempted_for_the_place_of_its_answer_and_an_answer_never()
     (decision,) = one.decide(1.0)
     assert isinstance(decision, Preempt)
     assert decision.lease == second.lease
-    one.finish(second, Verdict.PREEMPTED, 1.0)
+    one.apply(Returned(second.lease, Verdict.PREEMPTED), 1.0)
     urgent = only_grant(one, 1.0)
     assert (urgent.request.band, urgent.placed.backend) == (CRITICAL, "d")
     # The decode stage has the other slot and keeps it.
@@ -479,6 +480,6 @@ def test_a_failed_transfer_is_no_failure_of_the_backend() -> None:
         submit(one, asked := long(), now=float(turn))
         (answer,) = prefilled(one, only_grant(one, float(turn)), float(turn))
         assert isinstance(answer, Grant)
-        one.finish(answer, Verdict.TRANSFER_FAILED, float(turn))
+        one.apply(Returned(answer.lease, Verdict.TRANSFER_FAILED), float(turn))
         one.ended(asked, None, float(turn))
     assert one.backends["d"].health.available(20.0)

@@ -25,6 +25,7 @@ from llmproxy.core.domain import (
     Usage,
     Verdict,
 )
+from llmproxy.core.lease_events import Returned, Started
 from llmproxy.core.settings import Disaggregation, Splitting, UsageLimit
 from tests.core.make import DEFAULTS
 from tests.core.test_stages import ALWAYS, long, split_up
@@ -107,9 +108,9 @@ class Walk:
         grant = self.held.pop(lease)
         request = self.originals[grant.request.id]
         if verdict is Verdict.SERVED:
-            self.pools.started(grant, self.now)
+            self.pools.apply(Started(grant.lease), self.now)
         usage = Usage(request.prompt_tokens, 5, 0) if verdict is Verdict.SERVED else None
-        self.pools.finish(grant, verdict, self.now, usage)
+        self.pools.apply(Returned(grant.lease, verdict, usage), self.now)
         if verdict is Verdict.SERVED and grant.request.stage is Stage.PREFILL:
             self.computed[request.id] = request
         elif verdict in AGAIN:
@@ -139,7 +140,7 @@ class Walk:
                 case Preempt() | Revoke() if decision.lease in self.held:
                     grant = self.held.pop(decision.lease)
                     verdict = Verdict.PREEMPTED if isinstance(decision, Preempt) else Verdict.LOST
-                    self.pools.finish(grant, verdict, self.now)
+                    self.pools.apply(Returned(grant.lease, verdict), self.now)
                     entry = AdmissionKind.PREEMPTED if isinstance(decision, Preempt) else AdmissionKind.RETRY
                     again.append((self.originals[request.id], entry))
         for one, entry in again:
@@ -230,8 +231,8 @@ def test_flows_share_by_weight_when_one_splits_and_the_other_does_not() -> None:
             for grant in one.decide(float(turn)):
                 assert isinstance(grant, Grant)
                 usage = Usage(20_000, 100, 0)
-                one.started(grant, float(turn))
-                one.finish(grant, Verdict.SERVED, float(turn), usage)
+                one.apply(Started(grant.lease), float(turn))
+                one.apply(Returned(grant.lease, Verdict.SERVED, usage), float(turn))
                 if grant.request.stage is Stage.PREFILL:
                     original = structs.replace(grant.request, stage=Stage.WHOLE, output_tokens=100, deadline_s=1e9)
                     one.submit(original, float(turn), frozenset(), AdmissionKind.PREFILLED)

@@ -16,6 +16,7 @@ from llmproxy.core.domain import (
     Waited,
     WaitReason,
 )
+from llmproxy.core.lease_events import Returned
 from llmproxy.core.placement.policy import Placement
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import UsageLimit
@@ -24,7 +25,7 @@ from tests.core.make import DEFAULTS, grants, only_drop, only_grant, pools, requ
 
 def served(of: Pools, held: Grant, now: float) -> Grant:
     """Returns the next grant after `held` is served."""
-    of.finish(held, Verdict.SERVED, now)
+    of.apply(Returned(held.lease, Verdict.SERVED), now)
     return only_grant(of, now)
 
 
@@ -79,7 +80,7 @@ def test_request_returned_late_has_not_waited_before_its_return() -> None:
     held = only_grant(of, 0.0)
     submit(of, request(arrived_s=1.0), now=1.0)
     assert grants(of, 1.0) == []
-    of.finish(served(of, held, 2.0), Verdict.SERVED, 3.0)
+    of.apply(Returned(served(of, held, 2.0).lease, Verdict.SERVED), 3.0)
     # Its head arrived at 1 s, and its body took two seconds.
     submit(of, request(arrived_s=1.0), now=3.0)
     assert only_grant(of, 3.0).why.waited is None

@@ -12,6 +12,7 @@ import pytest
 
 from llmproxy.core import scheduler
 from llmproxy.core.domain import CRITICAL, SHEDDABLE, AdmissionKind, Outcome, Reading, Refused, Trouble, Usage, Verdict
+from llmproxy.core.lease_events import Progress, Started
 from llmproxy.core.placement.policy import make
 from llmproxy.core.pools import Pools
 from llmproxy.lifecycle.paced import CALLS
@@ -28,8 +29,8 @@ async def test_a_request_is_lent_a_backend_and_gives_it_back(one: Dispatcher) ->
         assert lease.backend == "a"
         assert one.leases == 1
         assert one.pools.views(now())["a"].load == 1
-        lease.started()
-        lease.progress(5)
+        lease.apply(Started(lease.grant.lease), now())
+        lease.apply(Progress(lease.grant.lease, 5), now())
         lease.verdict, lease.usage = Verdict.SERVED, Usage(10, 5)
 
 
@@ -116,13 +117,13 @@ async def test_a_first_token_lets_the_next_prompt_go_without_any_other_event() -
     await turns()
     assert first.lease is not None
     await asyncio.sleep(0.5)
-    first.lease.started()
+    first.lease.apply(Started(first.lease.grant.lease), now())
     second, third = client(), client()
     await turns()
     assert (second.holds(), third.holds()) == ("a", None)
     assert second.lease is not None
     await asyncio.sleep(0.01)
-    second.lease.started()
+    second.lease.apply(Started(second.lease.grant.lease), now())
     await turns()
     assert third.holds() == "a"
     for each in (first, second, third):

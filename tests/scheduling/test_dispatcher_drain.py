@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from llmproxy.core.domain import AdmissionKind, Outcome, Refused, Request, Role, Trouble, Verdict
+from llmproxy.core.lease_events import Started
 from llmproxy.core.queueing.fairness.fair_share import FairShare
 from llmproxy.core.settings import Disaggregation, Splitting
 from llmproxy.scheduling.dispatcher import Dispatcher
@@ -106,7 +107,7 @@ async def computed(one: Dispatcher) -> Request:
     asked = request(splittable=True, stream=True)
     async with one.admit(asked) as lease:
         assert lease.backend == "p"
-        lease.started()
+        lease.apply(Started(lease.grant.lease), now())
         lease.verdict = Verdict.SERVED
     return asked
 
@@ -129,7 +130,7 @@ async def test_a_prompt_is_waited_for_until_its_answer_begins_and_no_longer() ->
     async with one.admit(asked, entry=AdmissionKind.PREFILLED) as lease:
         await asyncio.sleep(5.0)
         assert not emptied.done()
-        lease.started()
+        lease.apply(Started(lease.grant.lease), now())
         await turns()
         assert emptied.done()
         lease.verdict = Verdict.SERVED

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from llmproxy.core.domain import CRITICAL, DEFAULT, Reading, Refused, Trouble, Usage, Verdict
+from llmproxy.core.lease_events import Started
 from llmproxy.core.scheduler import FAULT_RETRY_S
 from llmproxy.scheduling.dispatcher import Dispatcher
 from tests.core.make import listing, request
@@ -84,7 +85,7 @@ async def test_a_policy_that_always_raises_is_logged_once_a_second() -> None:
         patch.setattr(one.pools.schedulers["base"]._placement, "started", faulty)
         for _ in range(100):
             async with one.admit(request()) as lease:
-                lease.started()
+                lease.apply(Started(lease.grant.lease), now())
             await asyncio.sleep(0.0999)
     assert len(reported) == 10
     assert [context["message"] for context in reported] == [
@@ -149,7 +150,7 @@ async def test_a_crowd_of_impatient_clients_leaves_nothing_behind(one: Dispatche
             try:
                 async with one.admit(asked, excluded) as lease:
                     await asyncio.sleep(rng.expovariate(2.0))
-                    lease.started()
+                    lease.apply(Started(lease.grant.lease), now())
                     await asyncio.sleep(rng.expovariate(2.0))
                     lease.verdict = rng.choice((Verdict.SERVED, Verdict.SERVED, Verdict.FAILED, Verdict.BUSY))
                     lease.usage = Usage(10, rng.randrange(50))

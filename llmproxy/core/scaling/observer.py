@@ -8,8 +8,9 @@ from math import inf
 
 from llmproxy.core.backends.batch_limit import UNPUBLISHED, BatchLimit
 from llmproxy.core.backends.view import View
-from llmproxy.core.domain import DECODE, PREFILL, BackendPace, KnownCapacity, Learned, Request, Role, Usage, Verdict
+from llmproxy.core.domain import DECODE, PREFILL, BackendPace, KnownCapacity, Learned, Request, Role, Verdict
 from llmproxy.core.estimates.learning import follow, gain
+from llmproxy.core.lease_events import Returned
 from llmproxy.core.leases import LeaseObserver, LeaseRecord
 from llmproxy.core.scaling.curve import StepCurve
 from llmproxy.core.scaling.mix import Count, Mix, size_class
@@ -192,7 +193,7 @@ class PoolScaling(LeaseObserver):
         else:
             self._others += request.sequences
 
-    def finished(self, lease: LeaseRecord, verdict: Verdict, usage: Usage | None, now: float) -> None:
+    def returned(self, lease: LeaseRecord, event: Returned, now: float) -> None:
         request = lease.request
         if request.stage is PREFILL:
             return
@@ -203,7 +204,8 @@ class PoolScaling(LeaseObserver):
         engine, area, prompt_tokens, begun_s = self._begun.pop(lease.number)
         area = engine.at(now) - area
         engine.sequences -= request.sequences
-        if usage is None or verdict is not Verdict.SERVED or usage.prompt_tokens <= 0:
+        usage = event.usage
+        if usage is None or event.verdict is not Verdict.SERVED or usage.prompt_tokens <= 0:
             return
         self.mix.learn(usage, request.sequences)
         self._learned_s = now

@@ -17,6 +17,7 @@ from llmproxy.config import BackendConfig, Config
 from llmproxy.core.backends.catalogue import Target
 from llmproxy.core.domain import Outcome, Refused, Request, Stage, Verdict
 from llmproxy.core.estimates.tokens import Estimator
+from llmproxy.core.lease_events import Recomputing
 from llmproxy.core.retry import COMPUTED_MAX, Again, RetryBudget
 from llmproxy.gateway.http.client_address import Client
 from llmproxy.gateway.http.errors import INTERNAL_MESSAGE, Failure, error_event
@@ -334,7 +335,7 @@ class RequestHandler:
         if handover is not None and handover.too_late(lease.grant.at_s):
             # The prefill engine may have freed the blocks, so the decode engine computes the prompt itself.
             attempt.split, handover = Split.LATE, None
-            lease.recomputing()
+            lease.apply(Recomputing(lease.grant.lease), asyncio.get_running_loop().time())
         if dialect is Dialect.RESPONSES and stage is not Stage.PREFILL:
             # The callback must not refer to the context, which refers to this client: the cycle would keep the body in
             # memory until the garbage collector runs.

@@ -14,6 +14,7 @@ from llmproxy.config import TimeoutsConfig
 from llmproxy.core.domain import Outcome, Request, Stage, Usage, Verdict
 from llmproxy.core.estimates.tokens import believable
 from llmproxy.core.kv_connectors import KvConnector, NotHandedOver
+from llmproxy.core.lease_events import Started
 from llmproxy.core.retry import Cause
 from llmproxy.gateway.http.errors import error_event
 from llmproxy.gateway.http.headers import to_client
@@ -178,7 +179,7 @@ class Relay:
         body = await _read_body(exchange, bytes_max)
         attempt.tail = body[-TAIL_BYTES:]
         check_lease(lease)
-        lease.started()
+        lease.apply(Started(lease.grant.lease), asyncio.get_running_loop().time())
         try:
             if len(body) > bytes_max:
                 raise NotHandedOver(f"The answer is longer than {bytes_max} bytes.", missing=False)
@@ -203,7 +204,7 @@ class Relay:
         first = await exchange.chunk()
         attempt.head = first[:4096]
         check_lease(lease)
-        lease.started()
+        lease.apply(Started(lease.grant.lease), timer.now())
         attempt.committed = True
         client.commit(exchange.status, exchange.reason, to_client(exchange.headers))
         relay = ResponseRelay(attempt, timer, exchange, client)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from llmproxy.core.lease_events import Committed, Progress, Started
 from llmproxy.gateway.http.headers import Headers, to_client
 from llmproxy.gateway.proxying.attempt import Attempt, AttemptTimer
 from llmproxy.gateway.proxying.response_writer import ResponseWriter
@@ -112,7 +113,7 @@ class StreamRelay(ResponseRelay):
     def _begin(self) -> None:
         check_lease(self._lease)
         attempt, exchange, now = self._attempt, self._exchange, self._timer.now()
-        self._lease.committed()
+        self._lease.apply(Committed(self._lease.grant.lease), now)
         attempt.committed = True
         self._client.commit(exchange.status, exchange.reason, event_fields(exchange))
         self._reported_s = attempt.last_byte_s = now
@@ -125,7 +126,7 @@ class StreamRelay(ResponseRelay):
         if attempt.first_token_s is None and tap.first_token_seen:
             attempt.first_token_s = now
             attempt.max_gap_s = 0.0
-            self._lease.started()
+            self._lease.apply(Started(self._lease.grant.lease), now)
             self._timer.streaming(now)
         if data:
             attempt.chunks += 1
@@ -137,7 +138,7 @@ class StreamRelay(ResponseRelay):
         events = tap.data_events
         if events - self._reported >= PROGRESS_EVENTS or now - self._reported_s >= PROGRESS_S:
             self._reported, self._reported_s = events, now
-            self._lease.progress(events)
+            self._lease.apply(Progress(self._lease.grant.lease, events), now)
 
     def flush(self) -> None:
         """Send the rest of a stream that has ended, perhaps in the middle of an event."""

@@ -11,7 +11,8 @@ from itertools import islice
 from typing import Any
 
 from llmproxy.core.backends.view import View
-from llmproxy.core.domain import AdmissionKind, Decision, Drop, Grant, Placed, Request, Stage, Usage, Verdict
+from llmproxy.core.domain import AdmissionKind, Decision, Drop, Grant, Placed, Request, Stage, Verdict
+from llmproxy.core.lease_events import LeaseEvent, Progress, Returned
 from llmproxy.core.placement.policy import could_serve
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.charge import charges
@@ -109,18 +110,18 @@ class Audit:
         self._counters.setdefault((request.band, request.flow), 0.0)
         lease.charged = self._charge.estimate(request)
 
-    def progressed(self, grant: Grant, output_tokens: int) -> None:
-        lease = self._leases[grant.lease]
-        self._grow(lease, lease.request.prompt_tokens + output_tokens)
-        so_far = self._charge.so_far(lease.request, output_tokens)
+    def progressed(self, event: Progress) -> None:
+        lease = self._leases[event.lease]
+        self._grow(lease, lease.request.prompt_tokens + event.output_tokens)
+        so_far = self._charge.so_far(lease.request, event.output_tokens)
         self._charge_to(lease, max(so_far, lease.charged))
 
-    def finished(self, grant: Grant, verdict: Verdict, usage: Usage | None) -> None:
-        lease = self._leases.pop(grant.lease)
+    def returned(self, event: Returned) -> None:
+        lease, usage = self._leases.pop(event.lease), event.usage
         if usage is not None:
             self._grow(lease, usage.prompt_tokens + usage.output_tokens)
             self._charge_to(lease, self._charge.final(lease.request, usage))
-        elif verdict is not Verdict.SERVED:
+        elif event.verdict is not Verdict.SERVED:
             self._charge_to(lease, 0.0)
         self._unfinished_tokens -= lease.tokens
 
@@ -191,10 +192,9 @@ class AuditedPools(Pools):
             self.audit.compare()
         return decisions
 
-    def progress(self, grant: Grant, output_tokens: int, now: float) -> None:
-        super().progress(grant, output_tokens, now)
-        self.audit.progressed(grant, output_tokens)
-
-    def finish(self, grant: Grant, verdict: Verdict, now: float, usage: Usage | None = None) -> None:
-        super().finish(grant, verdict, now, usage)
-        self.audit.finished(grant, verdict, usage)
+    def apply(self, event: LeaseEvent, now: float) -> None:
+        super().apply(event, now)
+        if isinstance(event, Progress):
+            self.audit.progressed(event)
+        elif isinstance(event, Returned):
+            self.audit.returned(event)

@@ -22,6 +22,7 @@ from llmproxy.core.domain import (
     Usage,
     Verdict,
 )
+from llmproxy.core.lease_events import Progress, Started
 from llmproxy.core.retry import Again, RetryBudget
 from llmproxy.lab.baselines.policy import Surroundings
 from llmproxy.lab.fleet.job import Broken, Leaving, Refusing, ServerJob, TooLong, TransferFailed
@@ -150,7 +151,7 @@ class LabProxy:
             if answered_tokens > job.heard_tokens:
                 job.heard_tokens, job.heard_s = answered_tokens, now
                 if lease.grant.request.stream:
-                    lease.progress(answered_tokens)
+                    lease.apply(Progress(lease.grant.lease, answered_tokens), now)
             elif answered_tokens and now - job.heard_s >= stall_s:
                 job.break_off(by_timeout=True)
         self._loop.call_later(PROGRESS_S, self._count_streams)
@@ -280,7 +281,7 @@ class LabProxy:
 
         def first() -> None:
             if request.stream:
-                lease.started()
+                lease.apply(Started(lease.grant.lease), self._loop.time())
             timers.pop().cancel()
 
         try:
@@ -323,7 +324,7 @@ class LabProxy:
                 timer.cancel()
         lease.verdict = Verdict.SERVED
         if not request.stream:
-            lease.started()
+            lease.apply(Started(lease.grant.lease), self._loop.time())
         if stage is Stage.PREFILL:
             self._kept[request.id], record.prefilled_on = replica.kept(job), lease.backend
             lease.usage = Usage(arrival.prompt_tokens, 1, job.hit_tokens)

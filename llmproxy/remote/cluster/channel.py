@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 from llmproxy.remote.cluster.protocol import Ping, TolerantDecoder
 from llmproxy.remote.workers.channel import Channel, frame
-from llmproxy.remote.workers.protocol import Message
+from llmproxy.remote.workers.protocol import Sendable
 
 PING_S = 1.0
 SILENCE_S = 3.0
@@ -31,7 +31,7 @@ class Sender(Protocol):
     local: bool
     """Whether the other side is in this process."""
 
-    def send(self, message: Message) -> None: ...
+    def send(self, message: Sendable) -> None: ...
 
     def flush(self) -> None: ...
 
@@ -109,7 +109,7 @@ class MemberChannel(Channel[MessageT]):
         for begin in range(0, len(messages), FRAME_MESSAGES_MAX):
             self._write(messages[begin : begin + FRAME_MESSAGES_MAX])
 
-    def _write(self, messages: list[Message]) -> None:
+    def _write(self, messages: list[Sendable]) -> None:
         assert self._transport is not None
         data = frame(messages)
         if len(data) <= FRAME_BYTES_MAX:
@@ -130,7 +130,7 @@ class LocalChannel:
     def __init__(self, take: Callable[[Any], None]) -> None:
         self._take = take
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Sendable) -> None:
         try:
             self._take(message)
         except Exception as error:  # noqa: BLE001 - as on a network connection, a bug in one message affects no other message

@@ -16,6 +16,7 @@ from itertools import count
 from llmproxy.core.backends.backend import Backend
 from llmproxy.core.backends.catalogue import Target
 from llmproxy.core.domain import AdmissionKind, Drop, Grant, Outcome, Refused, Request
+from llmproxy.core.lease_events import Committed, LeaseEvent, Progress, Returned, Started
 from llmproxy.core.placement.staged import as_stage
 from llmproxy.core.queueing.admission import refusal
 from llmproxy.observe.exit import RequestExit
@@ -29,7 +30,7 @@ from llmproxy.remote.cluster.protocol import (
     relative_to,
 )
 from llmproxy.remote.workers import protocol
-from llmproxy.remote.workers.protocol import Message
+from llmproxy.remote.workers.protocol import Message, Sendable
 from llmproxy.remote.workers.remote import Calls
 from llmproxy.scheduling.dispatcher import Dispatcher, shutting_down
 from llmproxy.scheduling.lease import Admitted, Lease
@@ -117,7 +118,7 @@ class LeaderClient:
         self._waiting: dict[int, _Waiting] = {}
         self._runs: dict[int, _Run] = {}
         self._leader: Sender | None = None
-        self._unsent: deque[Message] = deque(maxlen=UNSENT_MAX)
+        self._unsent: deque[Sendable] = deque(maxlen=UNSENT_MAX)
         self._prefixes = _Prefixes(local.pools.backends)
         self.calls: Callable[[], Calls | None] = lambda: None
         """Makes calls to the leader that need no lease. None unless a leader in another process is connected."""
@@ -158,11 +159,6 @@ class LeaderClient:
             raise
         finally:
             del self._waiting[asked.call]
-
-    def returned(self, lease: Lease) -> None:
-        """Report that a lease has ended."""
-        del self._runs[lease.grant.lease]
-        self._report(protocol.LeaseReturned(lease.grant.lease, lease.verdict, lease.usage))
 
     async def resolve(
         self, name: str | None, no_backend_wait_s: float, body_bytes: int, key: str = "", beside: str | None = None
@@ -235,7 +231,7 @@ class LeaderClient:
         if self._leader is not None and not self._leader.local:
             self._leader.send(protocol.ExitReport(ended.later(-_now())))
 
-    def _report(self, message: Message) -> None:
+    def _report(self, message: Sendable) -> None:
         if self._leader is None:
             self._unsent.append(message)
         else:
@@ -243,33 +239,30 @@ class LeaderClient:
 
     # --- events of leases ---------------------------------------------------------------------------------------------
 
-    def recomputing(self, grant: Grant) -> None:
-        self._report(protocol.LeaseRecomputing(grant.lease))
-
-    def started(self, grant: Grant, now: float) -> None:
-        self._runs[grant.lease].started_s = now
-        self._prefixes.note(grant, grant.request.prefix)
-        self._say(protocol.LeaseStarted(grant.lease))
-
-    def committed(self, grant: Grant, now: float) -> None:
-        del now
-        self._runs[grant.lease].committed = True
-        self._say(protocol.LeaseCommitted(grant.lease))
-
-    def progress(self, grant: Grant, output_tokens: int, now: float) -> None:
-        del now
-        self._runs[grant.lease].output_tokens = output_tokens
-        self._say(protocol.LeaseProgress(grant.lease, output_tokens))
+    def apply(self, event: LeaseEvent, now: float) -> None:
+        """Report an event of a lease. Without a leader, `RunningLease` reports its progress later."""
+        run = self._runs[event.lease]
+        match event:
+            # The cases are tried in this order: the frequent ones come first.
+            case Progress(_, output_tokens):
+                run.output_tokens = output_tokens
+            case Started():
+                run.started_s = now
+                self._prefixes.note(run.lease.grant, run.lease.grant.request.prefix)
+            case Committed():
+                run.committed = True
+            case _:
+                if isinstance(event, Returned):
+                    del self._runs[event.lease]
+                self._report(event)
+                return
+        if self._leader is not None:
+            self._leader.send(event)
 
     def _ask(self, asked: _Waiting) -> None:
         if self._leader is not None:
             asked.sent = True
             self._leader.send(_admit(asked))
-
-    def _say(self, message: Message) -> None:
-        """Send an event of a lease. Without a leader it is dropped, because `RunningLease` reports it later."""
-        if self._leader is not None:
-            self._leader.send(message)
 
     # --- the leader ---------------------------------------------------------------------------------------------------
 
@@ -322,7 +315,7 @@ class LeaderClient:
                 message.call, as_stage(asked.request, message.stage), message.placed,
                 max(asked.since_s, _now() + message.at_s), message.queued_ahead, message.why, message.left_s,
             )  # fmt: skip
-            run = self._runs[message.call] = _Run(Lease(grant, self))
+            run = self._runs[message.call] = _Run(Lease(grant, self.apply))
             if self._leader is not None and not self._leader.local:
                 self._leader.send(LeaseAcknowledged(message.call))
             asked.granted.set_result(run.lease)

@@ -10,7 +10,8 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from llmproxy.core.domain import Outcome, Usage, Verdict
+from llmproxy.core.domain import Outcome
+from llmproxy.core.lease_events import Committed, LeaseEvent, Progress, Returned, Started
 from llmproxy.remote.cluster.channel import Sender
 from llmproxy.remote.cluster.protocol import (
     Drained,
@@ -152,16 +153,12 @@ class MemberSession(WorkerSession):
                     self.send(protocol.CallRefused(call, Outcome.REJECTED_NO_BACKENDS, why, None))
                 elif call not in self._calls:
                     self._handle(replace(message, request=relative_to(request, -self._loop.time())))
-            case protocol.LeaseStarted(call) | protocol.LeaseCommitted(call):
+            case LeaseEvent(call):
                 # A lease that this leader could not book has no entry.
                 if call in self._leases:
-                    (self._started if isinstance(message, protocol.LeaseStarted) else self._committed).add(call)
-                    self._handle(message)
+                    self._apply(message)
             case LeaseAcknowledged(call):
                 self._unacknowledged.discard(call)
-            case protocol.LeaseProgress(call) | protocol.LeaseReturned(call) | protocol.LeaseRecomputing(call):
-                if call in self._leases:
-                    self._handle(message)
             case protocol.RequestEnded():
                 self._handle(message)
             case protocol.ExitReport(ended):
@@ -188,7 +185,15 @@ class MemberSession(WorkerSession):
             case _:
                 self._handle(message)  # type: ignore[arg-type]
 
-    def _book(self, key: int, lease: Lease) -> asyncio.Future[tuple[Verdict, Usage | None]]:
+    def _apply(self, event: LeaseEvent) -> None:
+        call = event.lease
+        if isinstance(event, Started):
+            self._started.add(call)
+        elif isinstance(event, Committed):
+            self._committed.add(call)
+        super()._apply(event)
+
+    def _book(self, key: int, lease: Lease) -> asyncio.Future[Returned]:
         self._numbers[key] = lease.grant.lease
         if len(self._numbers) > RETURNED_MAX + len(self._leases):
             self._numbers.popitem(last=False)
@@ -222,23 +227,24 @@ class MemberSession(WorkerSession):
         self._declared.add(running.request.id)
         if call not in self._leases:
             request = relative_to(running.request, -now)
-            lease = self._dispatcher.resume(request, running.placed, now - running.age_s)
-            if lease is None:
+            resumed = self._dispatcher.resume(request, running.placed, now - running.age_s)
+            if resumed is None:
                 return
             self._requests[request.id] = request
-            returned = self._book(call, lease)
-            returned.add_done_callback(partial(self._given_back, call, lease))
+            returned = self._book(call, resumed)
+            returned.add_done_callback(partial(self._given_back, call, resumed))
             self._note_call(call, returned)
         self._unacknowledged.discard(call)
-        grant = self._leases[call][0].grant
+        lease, _ = self._leases[call]
+        number = lease.grant.lease
         if running.started_age_s is not None and call not in self._started:
             self._started.add(call)
-            self._dispatcher.started(grant, now - running.started_age_s)
+            lease.apply(Started(number), now - running.started_age_s)
         if running.committed and call not in self._committed:
             self._committed.add(call)
-            self._dispatcher.committed(grant, now)
+            lease.apply(Committed(number), now)
         if running.output_tokens:
-            self._dispatcher.progress(grant, running.output_tokens, now)
+            lease.apply(Progress(number, running.output_tokens), now)
         self._repeat_cut(call)
 
     def _repeat_cut(self, call: int) -> None:
@@ -247,8 +253,8 @@ class MemberSession(WorkerSession):
         if lease.on_cut is not None and (lease.revoked or lease.preempted):
             lease.on_cut()
 
-    def _given_back(self, call: int, lease: Lease, returned: asyncio.Future[tuple[Verdict, Usage | None]]) -> None:
+    def _given_back(self, call: int, lease: Lease, returned: asyncio.Future[Returned]) -> None:
         self._forget(call)
-        if not returned.cancelled():
-            lease.verdict, lease.usage = returned.result()
-        self._dispatcher.returned(lease)
+        number = lease.grant.lease
+        event = Returned(number, lease.verdict) if returned.cancelled() else replace(returned.result(), lease=number)
+        lease.apply(event, self._loop.time())

@@ -22,6 +22,7 @@ from msgspec import inspect
 from msgspec.structs import replace
 
 from llmproxy.core.domain import AdmissionKind, KnownCapacity, KnownLimit, Outcome, Placed, Request, Stage, Verdict
+from llmproxy.core.lease_events import AnyLeaseEvent
 from llmproxy.core.shards import DEFAULT
 from llmproxy.observe.exit import Split
 from llmproxy.remote.workers import protocol as workers
@@ -152,8 +153,7 @@ class LeaseAcknowledged(Message, frozen=True, tag=50):
 
 
 FromMember = (
-    workers.Admit | workers.CancelCall | workers.LeaseStarted | workers.LeaseCommitted | workers.LeaseProgress
-    | workers.LeaseReturned | workers.LeaseRecomputing | workers.RequestEnded | workers.PrefixCached
+    workers.Admit | workers.CancelCall | AnyLeaseEvent | workers.RequestEnded | workers.PrefixCached
     | workers.ResponseStored | workers.PageRequest | workers.Resolve
     | workers.ExitReport | Hello | Resume | RunningLease | Resumed | LeaseAcknowledged | RememberedPrefix | Ping
 )  # fmt: skip

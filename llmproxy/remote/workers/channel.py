@@ -16,7 +16,7 @@ import msgspec
 import structlog
 
 from llmproxy.observe.packed import packed
-from llmproxy.remote.workers.protocol import FromWorker, Message, ToWorker
+from llmproxy.remote.workers.protocol import FromWorker, Sendable, ToWorker
 
 FRAME_BYTES_MAX = 1 << 30
 """The maximum length of a frame. No list of backends is as long. A longer frame is a protocol error."""
@@ -39,7 +39,7 @@ FROM_WORKER: msgspec.msgpack.Decoder[list[FromWorker]] = msgspec.msgpack.Decoder
 TO_WORKER: msgspec.msgpack.Decoder[list[ToWorker]] = msgspec.msgpack.Decoder(list[ToWorker])
 
 
-def frame(messages: Iterable[Message]) -> bytes:
+def frame(messages: Iterable[Sendable]) -> bytes:
     """Returns one frame with these messages."""
     body = packed(list(messages))
     return _LENGTH.pack(len(body)) + body
@@ -100,7 +100,7 @@ class Channel(asyncio.Protocol, Generic[MessageT]):
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.WriteTransport | None = None
-        self._unsent: list[Message] = []
+        self._unsent: list[Sendable] = []
         self.lost = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -137,7 +137,7 @@ class Channel(asyncio.Protocol, Generic[MessageT]):
         self._unsent.clear()
         self._on_lost()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Sendable) -> None:
         """Send at the end of this turn of the loop. Does nothing after the connection has ended."""
         if self.lost:
             return

@@ -12,12 +12,16 @@ import msgspec
 from llmproxy.core.backends.catalogue import Target
 from llmproxy.core.domain import AdmissionKind, GrantReason, Outcome, Placed, Request, Stage, Usage, Verdict
 from llmproxy.core.estimates.tokens import Estimate
+from llmproxy.core.lease_events import AnyLeaseEvent, LeaseEvent
 from llmproxy.observe.exit import RequestExit
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
     """A message. The field `call` is the number of a pending call of the worker, `lease` the number of a `Grant`."""
 
+
+Sendable = Message | LeaseEvent
+"""A message, or an event of a lease."""
 
 # --- from a worker ----------------------------------------------------------------------------------------------------
 
@@ -77,39 +81,6 @@ class CancelCall(Message, frozen=True, tag=5):
     """The worker does not need the answer to a call any more. If the call was granted a lease, the lease ends."""
 
     call: int
-
-
-class LeaseRecomputing(Message, frozen=True, tag=31):
-    """Calls `Lease.recomputing`."""
-
-    lease: int
-
-
-class LeaseStarted(Message, frozen=True, tag=6):
-    """Calls `Lease.started`."""
-
-    lease: int
-
-
-class LeaseCommitted(Message, frozen=True, tag=7):
-    """Calls `Lease.committed`."""
-
-    lease: int
-
-
-class LeaseProgress(Message, frozen=True, tag=8):
-    """Calls `Lease.progress`."""
-
-    lease: int
-    output_tokens: int
-
-
-class LeaseReturned(Message, frozen=True, tag=9):
-    """The worker returns a lease."""
-
-    lease: int
-    verdict: Verdict
-    usage: Usage | None
 
 
 class RequestEnded(Message, frozen=True, tag=10):
@@ -270,9 +241,9 @@ class StopWorker(Message, frozen=True, tag=27):
 
 
 FromWorker = (
-    Listening | Admit | Resolve | PageRequest | DirectRequest | CancelCall | LeaseStarted | LeaseCommitted
-    | LeaseProgress | LeaseReturned | RequestEnded | PrefixCached | AttemptEnded | ExitReport | UsageLearned
-    | WorkerIdle | ResponseStored | LogLinesLost | BufferedBytes | LeaseRecomputing
+    Listening | Admit | Resolve | PageRequest | DirectRequest | CancelCall | AnyLeaseEvent | RequestEnded
+    | PrefixCached | AttemptEnded | ExitReport | UsageLearned | WorkerIdle | ResponseStored | LogLinesLost
+    | BufferedBytes
 )  # fmt: skip
 ToWorker = (
     WorkerStart | NewConfig | KnownBackends | LearnedEstimates | ResponseStored | ShutdownState | LeaseGranted

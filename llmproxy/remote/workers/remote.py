@@ -13,6 +13,7 @@ from aiohttp import web
 from llmproxy.core.backends.catalogue import Target
 from llmproxy.core.domain import AdmissionKind, Grant, Refused, Request, Usage, Verdict
 from llmproxy.core.estimates.tokens import Estimator
+from llmproxy.core.lease_events import LeaseEvent, Returned
 from llmproxy.core.placement.staged import as_stage
 from llmproxy.gateway.admin.adapters import BODY_BYTES_MAX
 from llmproxy.gateway.http.errors import Failure
@@ -135,13 +136,15 @@ class RemoteDispatcher:
             granted.lease, as_stage(request, granted.stage), granted.placed, at_s, granted.queued_ahead, granted.why,
             granted.left_s,
         )  # fmt: skip
-        lease = self._leases[granted.lease] = Lease(grant, self)
+        lease = self._leases[granted.lease] = Lease(grant, self.apply)
         return lease
 
-    def returned(self, lease: Lease) -> None:
-        """Report that a lease has ended."""
-        del self._leases[lease.grant.lease]
-        self._channel.send(protocol.LeaseReturned(lease.grant.lease, lease.verdict, lease.usage))
+    def apply(self, event: LeaseEvent, now: float) -> None:
+        """Report an event of a lease to the scheduler, which uses its own clock."""
+        del now
+        if type(event) is Returned:
+            del self._leases[event.lease]
+        self._channel.send(event)
 
     async def resolve(
         self, name: str | None, no_backend_wait_s: float, body_bytes: int, key: str = "", beside: str | None = None
@@ -177,23 +180,6 @@ class RemoteDispatcher:
 
     def cached(self, grant: Grant, hashes: Sequence[int]) -> None:
         self._channel.send(protocol.PrefixCached(grant.request.pool, grant.lease, grant.placed.backend, tuple(hashes)))
-
-    # --- events of leases -------------------------------------------------------------------------------------------
-
-    def recomputing(self, grant: Grant) -> None:
-        self._channel.send(protocol.LeaseRecomputing(grant.lease))
-
-    def started(self, grant: Grant, now: float) -> None:
-        del now
-        self._channel.send(protocol.LeaseStarted(grant.lease))
-
-    def committed(self, grant: Grant, now: float) -> None:
-        del now
-        self._channel.send(protocol.LeaseCommitted(grant.lease))
-
-    def progress(self, grant: Grant, output_tokens: int, now: float) -> None:
-        del now
-        self._channel.send(protocol.LeaseProgress(grant.lease, output_tokens))
 
     # --- messages of the scheduler ----------------------------------------------------------------------------------
 

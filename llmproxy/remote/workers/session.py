@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from llmproxy.core.domain import Outcome, Refused, Request, Usage, Verdict
+from msgspec.structs import replace
+
+from llmproxy.core.domain import Outcome, Refused, Request
+from llmproxy.core.lease_events import LeaseEvent, Returned
 from llmproxy.core.pools import Pools
 from llmproxy.gateway.http.errors import INTERNAL_MESSAGE
 from llmproxy.gateway.proxying.rules import Rulebook
@@ -52,7 +55,7 @@ class WorkerSession:
         self._pools: Pools = context.dispatcher.pools
         self._loop = asyncio.get_running_loop()
         self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._leases: dict[int, tuple[Lease, asyncio.Future[tuple[Verdict, Usage | None]]]] = {}
+        self._leases: dict[int, tuple[Lease, asyncio.Future[Returned]]] = {}
         self._requests: dict[str, Request] = {}
         self._direct = 0
         self.url: asyncio.Future[str] = self._loop.create_future()
@@ -114,13 +117,14 @@ class WorkerSession:
         if lease.on_cut is not None and (lease.revoked or lease.preempted):
             lease.on_cut()
         try:
-            lease.verdict, lease.usage = await returned
+            event = await returned
+            lease.verdict, lease.usage = event.verdict, event.usage
         finally:
             self._forget(message.lease)
 
-    def _book(self, key: int, lease: Lease) -> asyncio.Future[tuple[Verdict, Usage | None]]:
+    def _book(self, key: int, lease: Lease) -> asyncio.Future[Returned]:
         """Record a lease of the worker under its number `key`. The future resolves when the worker returns it."""
-        returned: asyncio.Future[tuple[Verdict, Usage | None]] = self._loop.create_future()
+        returned: asyncio.Future[Returned] = self._loop.create_future()
         self._leases[key] = lease, returned
         lease.on_cut = lambda: self.send(protocol.LeaseCut(key, lease.revoked))
         return returned
@@ -161,17 +165,11 @@ class WorkerSession:
 
     def _handle(self, message: protocol.FromWorker) -> None:
         match message:
-            case protocol.LeaseProgress(lease, output_tokens):
-                self._leases[lease][0].progress(output_tokens)
+            case LeaseEvent():
+                self._apply(message)
             case protocol.Admit(_, request):
                 self._requests[request.id] = request
                 self._call(self._admit, message)
-            case protocol.LeaseCommitted(lease):
-                self._leases[lease][0].committed()
-            case protocol.LeaseStarted(lease):
-                self._leases[lease][0].started()
-            case protocol.LeaseReturned(lease, verdict, usage):
-                self._leases[lease][1].set_result((verdict, usage))
             case protocol.RequestEnded(request_id, met):
                 # In the next turn of the loop, after the task of the lease has returned it.
                 self._loop.call_soon(self._ended, request_id, met)
@@ -185,8 +183,6 @@ class WorkerSession:
                 self._pools.estimator.learn(model, prompt_bytes, sequences, answered)
                 self._context.learned(model)
             # The cases are tried in this order: the rare ones come last.
-            case protocol.LeaseRecomputing(lease):
-                self._leases[lease][0].recomputing()
             case protocol.CancelCall(call):
                 if call in self._calls:
                     self._calls[call].cancel()
@@ -206,6 +202,15 @@ class WorkerSession:
                 self.buffered_bytes = body_bytes
             case protocol.Listening(url):
                 self.url.set_result(url)
+
+    def _apply(self, event: LeaseEvent) -> None:
+        lease, returned = self._leases[event.lease]
+        if isinstance(event, Returned):
+            returned.set_result(event)
+        else:
+            # A cluster member numbers its leases itself.
+            number = lease.grant.lease
+            lease.apply(event if event.lease == number else replace(event, lease=number), self._loop.time())
 
     def _ended(self, request_id: str, met: bool | None) -> None:
         request = self._requests.pop(request_id, None)

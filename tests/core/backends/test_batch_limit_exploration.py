@@ -8,6 +8,7 @@ import pytest
 
 from llmproxy.core.backends.batch_limit import BatchLimit, Exploration
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Grant, Preempt, Verdict
+from llmproxy.core.lease_events import Returned
 from llmproxy.core.pools import Pools
 from tests.core.make import DEFAULTS, grants, pools, reading, request, submit
 
@@ -24,7 +25,7 @@ def unknown_pool(*names: str, placement: str = "cost") -> Pools:
         runs(of, name, 0.0, 8)
     of.submit(request(id="before", band=CRITICAL), 0.0)
     (grant,) = grants(of)
-    of.finish(grant, Verdict.SERVED, 0.0)
+    of.apply(Returned(grant.lease, Verdict.SERVED), 0.0)
     return of
 
 
@@ -110,7 +111,7 @@ def test_critical_request_avoids_the_engine_that_is_being_tried() -> None:
     runs(of, "a", 1.2, 8)
     went = granted(of, 1.2)["a"]
     for one in went[-2:]:
-        of.finish(one, Verdict.SERVED, 1.2)
+        of.apply(Returned(one.lease, Verdict.SERVED), 1.2)
     # It has a smaller load relative to its limit than the other, and more than was ever seen to run.
     tried, other = of.backends["a"].view(1.2), of.backends["b"].view(1.2)
     assert tried.saturation < other.saturation

@@ -27,6 +27,7 @@ from llmproxy.core.domain import (
     Revoke,
     Verdict,
 )
+from llmproxy.core.lease_events import Progress, Returned, Started
 from llmproxy.core.placement.policy import FilteredPlacement, presets
 from llmproxy.core.pools import Pools
 from tests.core.make import BASE, DEFAULTS, grants, listing, pools, reading, request, submit
@@ -53,7 +54,7 @@ def with_verdict(of: Pools, name: str, verdict: Verdict) -> Pools:
         others = frozenset(of.backends) - {name}
         of.submit(ask(), 1.0, others)
         [grant] = grants(of, 1.0)
-        of.finish(grant, verdict, 1.0)
+        of.apply(Returned(grant.lease, verdict), 1.0)
     return of
 
 
@@ -64,14 +65,14 @@ def hung(of: Pools, name: str = "a") -> Pools:
     first, second = grants(of, 1.0)
     for tenths in range(11, 30):
         if tenths == 11:
-            of.started(second, 1.1)
+            of.apply(Started(second.lease), 1.1)
         else:
-            of.progress(second, tenths, tenths / 10)
+            of.apply(Progress(second.lease, tenths), tenths / 10)
         for decision in of.decide(tenths / 10):
             assert isinstance(decision, Revoke)
             assert decision.lease == first.lease
-            of.finish(first, Verdict.LOST, tenths / 10)
-    of.finish(second, Verdict.SERVED, 3.0)
+            of.apply(Returned(first.lease, Verdict.LOST), tenths / 10)
+    of.apply(Returned(second.lease, Verdict.SERVED), 3.0)
     assert of.backends[name].health.ejected
     return of
 
@@ -98,7 +99,7 @@ def test_half_open_backend_gets_one_probe_at_a_time() -> None:
     [probe] = grants(of, 2.0)
     assert probe.placed.backend == "a"
     assert sent(of, 2.0, ask(), ask()) == ["c", "c"], "one at a time"
-    of.started(probe, 2.1)
+    of.apply(Started(probe.lease), 2.1)
     assert sent(of, 2.2, ask()) == ["c"], "the case is closed, and it is as dear as ever"
 
 
@@ -137,9 +138,9 @@ def test_slow_backend_is_probed_with_a_stream_and_a_failed_one_not() -> None:
     assert sent(of, 2.0, ask(stream=False)) == ["c"]
     of.submit(ask(), 2.0)
     [probe] = grants(of, 2.0)
-    of.started(probe, 2.1)
+    of.apply(Started(probe.lease), 2.1)
     health.measured(probe.lease, True, 3.0)
-    of.finish(probe, Verdict.SERVED, 3.0)
+    of.apply(Returned(probe.lease, Verdict.SERVED), 3.0)
     assert sent(of, 3.5, ask()) == ["c"], "it is well again, and as dear as ever"
     health.finished(99, Verdict.CONNECT_FAILED, 4.0)
     of.backends["a"].drained = False
@@ -224,7 +225,7 @@ def test_silent_probe_is_revoked_without_any_other_event() -> None:
     [revoke] = of.decide(due_s)
     assert isinstance(revoke, Revoke)
     assert revoke.lease == probe.lease
-    of.finish(probe, Verdict.LOST, due_s)
+    of.apply(Returned(probe.lease, Verdict.LOST), due_s)
     of.submit(revoke.request, due_s, frozenset({"a"}), AdmissionKind.RETRY)
     assert [grant.placed.backend for grant in grants(of, due_s)] == ["c"], "its client has lost nothing"
     assert sent(of, due_s + 1.9, ask()) == ["c"], "a pause twice as long"

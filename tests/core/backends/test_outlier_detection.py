@@ -12,6 +12,7 @@ from msgspec import structs
 from llmproxy.core.backends.health import Ejected, Health, Peers
 from llmproxy.core.backends.outlier_detection import BASE_TOKENS, OutlierDetection
 from llmproxy.core.domain import AdmissionKind, Grant, Placed, Request, Revoke, Stage, Usage, Verdict
+from llmproxy.core.lease_events import Progress, Returned, Started
 from llmproxy.core.settings import Settings
 from tests.core.make import DEFAULTS, kill, pools, reading, request
 
@@ -86,7 +87,7 @@ class SimulatedPool:
                 self.answers[decision.lease] = Answer(decision)
             elif isinstance(decision, Revoke):
                 self.revoked.append(decision.request)
-                self.of.finish(self.answers.pop(decision.lease).grant, Verdict.LOST, self.now)
+                self.of.apply(Returned(self.answers.pop(decision.lease).grant.lease, Verdict.LOST), self.now)
                 self.of.submit(decision.request, self.now, frozenset({decision.backend}), AdmissionKind.RETRY)
         self.of.check(self.now)
 
@@ -104,16 +105,16 @@ class SimulatedPool:
                 if answer.prompt_done >= asked.prompt_tokens:
                     answer.tokens = 1.0
                     if asked.stream:
-                        self.of.started(grant, self.now)
+                        self.of.apply(Started(grant.lease), self.now)
             return
         blocked = first is not None and first.grant.request.prompt_tokens > 2_000
         answer.tokens += (0.0 if blocked else 50.0) * step_s
         if asked.stream and int(answer.tokens) > answer.reported and round(self.now / TICK_S) % 6 == grant.lease % 6:
             answer.reported = int(answer.tokens)
-            self.of.progress(grant, answer.reported, self.now)
+            self.of.apply(Progress(grant.lease, answer.reported), self.now)
         if answer.tokens >= TOKENS:
             del self.answers[grant.lease]
-            self.of.finish(grant, Verdict.SERVED, self.now)
+            self.of.apply(Returned(grant.lease, Verdict.SERVED), self.now)
 
     def ejected(self, name: str) -> bool:
         return self.of.backends[name].health.ejected
@@ -454,7 +455,7 @@ def test_an_answer_in_one_piece_whose_tokens_were_seen_as_they_came_counts_once(
     of.submit(request(stream=False), 0.0)
     (grant,) = of.decide(0.0)
     assert isinstance(grant, Grant)
-    of.progress(grant, 900, 0.5)
-    of.started(grant, 1.0)
-    of.finish(grant, Verdict.SERVED, 1.0, Usage(20, 900))
+    of.apply(Progress(grant.lease, 900), 0.5)
+    of.apply(Started(grant.lease), 1.0)
+    of.apply(Returned(grant.lease, Verdict.SERVED, Usage(20, 900)), 1.0)
     of.check(1.0)

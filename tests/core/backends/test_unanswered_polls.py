@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from llmproxy.core.domain import Grant, Listing, ModelCard, Revoke, Trouble, Verdict
+from llmproxy.core.lease_events import Returned, Started
 from llmproxy.core.pools import Pools
 from tests.core.make import BASE, DEFAULTS, listing, pools, reading, request
 
@@ -63,7 +64,7 @@ class Fleet:
                 self.grants[decision.lease] = decision
             elif isinstance(decision, Revoke):
                 self.revoked.append(decision.lease)
-                self.of.finish(self.grants.pop(decision.lease), Verdict.LOST, self.now)
+                self.of.apply(Returned(self.grants.pop(decision.lease).lease, Verdict.LOST), self.now)
         self.of.check(self.now)
 
     def owed_by(self, name: str) -> list[int]:
@@ -125,7 +126,7 @@ def test_process_that_is_stopped_is_found_in_four_seconds(
     fleet = Fleet(names, holds={"a": inf}, numbers=numbers, stream=stream, **given)
     if stream:
         for grant in fleet.grants.values():
-            fleet.of.started(grant, 0.0)
+            fleet.of.apply(Started(grant.lease), 0.0)
         fleet.run(STOPPED_S)
         fleet.send("a", stream=True)
     owed = [lease for lease in fleet.owed_by("a") if not stream or lease == max(fleet.grants)]

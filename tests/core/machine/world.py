@@ -27,6 +27,7 @@ from llmproxy.core.domain import (
     Usage,
     Verdict,
 )
+from llmproxy.core.lease_events import Progress, Returned, Started
 from llmproxy.core.placement.policy import make
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import Settings
@@ -88,10 +89,10 @@ class World:
 
     def started(self, lease: int) -> None:
         self.held[lease].started = True
-        self.pools.started(self.held[lease].grant, self.now)
+        self.pools.apply(Started(self.held[lease].grant.lease), self.now)
 
     def progress(self, lease: int, tokens: int) -> None:
-        self.pools.progress(self.held[lease].grant, tokens, self.now)
+        self.pools.apply(Progress(self.held[lease].grant.lease, tokens), self.now)
 
     def finish(self, lease: int, verdict: Verdict, tokens: int | None, retry: bool) -> None:
         held = self.held.pop(lease)
@@ -101,7 +102,7 @@ class World:
         usage = (
             Usage(request.prompt_tokens, tokens) if tokens is not None and verdict is not Verdict.PREEMPTED else None
         )
-        self.pools.finish(held.grant, verdict, self.now, usage)
+        self.pools.apply(Returned(held.grant.lease, verdict, usage), self.now)
         if verdict is Verdict.PREEMPTED:
             self._enter(request, held.excluded, AdmissionKind.PREEMPTED)
         elif retry and verdict not in (Verdict.SERVED, Verdict.CLIENT_GONE):

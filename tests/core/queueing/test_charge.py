@@ -3,6 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from llmproxy.core.domain import Grant, Usage, Verdict
+from llmproxy.core.lease_events import Progress, Returned
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.charge import charges
 from tests.core.conftest import Ledger
@@ -41,7 +42,7 @@ def test_a_weight_divides_the_estimate_and_its_correction_alike(ledger: type[Led
     one = pools({"a": 4})
     grant = granted(one, weight=4.0)
     assert ledger.last.charged == (100 + 2 * 50) / 4
-    one.finish(grant, Verdict.SERVED, 1.0, Usage(80, 10))
+    one.apply(Returned(grant.lease, Verdict.SERVED, Usage(80, 10)), 1.0)
     assert ledger.last.charged == (80 + 2 * 10) / 4
 
 
@@ -49,14 +50,14 @@ def test_requests_of_one_flow_may_have_weights_of_their_own(ledger: type[Ledger]
     one = pools({"a": 4})
     paid, free = granted(one, weight=4.0), granted(one, weight=1.0)
     for grant in (free, paid):
-        one.finish(grant, Verdict.SERVED, 1.0, Usage(0, 0))
+        one.apply(Returned(grant.lease, Verdict.SERVED, Usage(0, 0)), 1.0)
     assert ledger.last.charged == 0, "each is given back with the weight with which it was charged"
 
 
 def test_requests_can_be_shared_instead_of_tokens(ledger: type[Ledger]) -> None:
     one = pools({"a": 4}, replace(DEFAULTS, fairness_cost="requests"))
     grant = granted(one, now=1.0)
-    one.progress(grant, 50, 11.0)
+    one.apply(Progress(grant.lease, 50), 11.0)
     assert ledger.last.charged == 1.0
-    one.finish(grant, Verdict.SERVED, 21.0, Usage(100, 90, cached_tokens=64))
+    one.apply(Returned(grant.lease, Verdict.SERVED, Usage(100, 90, cached_tokens=64)), 21.0)
     assert ledger.last.charged == 1.0

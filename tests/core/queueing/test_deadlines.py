@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from llmproxy.core.domain import CRITICAL, SHEDDABLE, AdmissionKind, Outcome, Verdict
+from llmproxy.core.lease_events import Returned
 from llmproxy.core.pools import Pools
 from tests.core.make import (
     DEFAULTS,
@@ -71,7 +72,7 @@ def test_deadline_is_paused_while_a_request_is_held() -> None:
     runs = only_grant(of, 0.0)
     down(of, "a")
     of.decide(4.0)
-    of.finish(runs, Verdict.LOST, 4.0)
+    of.apply(Returned(runs.lease, Verdict.LOST), 4.0)
     assert granted(of, 8.5) == []
     up(of, "a", 8.6)
     of.submit(request(id="urgent", band=CRITICAL, arrived_s=8.6), 8.6)
@@ -93,7 +94,7 @@ def test_a_retry_of_the_only_backend_is_held_and_may_return_to_it() -> None:
     of = fleet()
     of.submit(request(id="retried"), 0.0)
     grant = only_grant(of, 0.0)
-    of.finish(grant, Verdict.CONNECT_FAILED, 0.1)
+    of.apply(Returned(grant.lease, Verdict.CONNECT_FAILED), 0.1)
     of.submit(grant.request, 0.1, frozenset({"a"}), AdmissionKind.RETRY)
     assert granted(of, 0.2) == []
     down(of, "a")

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from llmproxy.core.backends.batch_limit import RESERVE_FROM, slots_under
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Grant, Verdict
+from llmproxy.core.lease_events import Returned
 from llmproxy.core.queueing.headroom import Headroom
 from tests.core.make import DEFAULTS, only_grant, pools, request, submit, tight
 
@@ -97,7 +98,7 @@ def test_below_the_highest_band_in_use_a_slot_is_always_free(
     highest = max(used | set(ceilings)) if headroom_s == inf else max(used)
     one.submit(request(band=highest), 0.0)
     first = only_grant(one, 0.0)
-    one.finish(first, Verdict.SERVED, 1.0)
+    one.apply(Returned(first.lease, Verdict.SERVED), 1.0)
     for band in sorted(used - {highest}):
         submit(one, *(request(band=band) for _ in range(sum(limits) + 10)), now=2.0)
     assert one.decide(2.0), "the bands below are not served at all"
@@ -135,7 +136,7 @@ def test_small_replicas_keep_one_slot_together_and_larger_ones_each(
     one = pools({f"b{number}": limit for number, limit in enumerate(limits)}, TIGHT)
     one.submit(request(band=CRITICAL), 0.0)
     first = only_grant(one, 0.0)
-    one.finish(first, Verdict.SERVED, 0.5)
+    one.apply(Returned(first.lease, Verdict.SERVED), 0.5)
     submit(one, *(request(band=band, deadline_s=100.0) for _ in range(20)), now=1.0)
     (seen,) = one.snapshot(1.0).pools
     assert {shown.level: shown.places for shown in seen.bands}[band] == granted

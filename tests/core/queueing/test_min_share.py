@@ -22,6 +22,7 @@ from llmproxy.core.domain import (
     Usage,
     Verdict,
 )
+from llmproxy.core.lease_events import Returned, Started
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.min_share import CREDIT_GRANTS, MinShares
 from llmproxy.core.settings import QueueSettings, UsageLimit
@@ -46,13 +47,13 @@ def overload(shares: dict[int, float], at_a_time: int, waiting: tuple[int, ...],
                 of.submit(request(band=band, flow=str(band), deadline_s=1e9, output_tokens=size, stream=True), now)
                 queued[band] += 1
         for grant in granted(of, now):
-            of.started(grant, now)
+            of.apply(Started(grant.lease), now)
             tokens[grant.request.band] += grant.request.prompt_tokens + 2 * grant.request.output_tokens
             queued[grant.request.band] -= 1
             held.append(grant)
         for _ in range(min(at_a_time, len(held))):
             grant = held.pop(0)
-            of.finish(grant, Verdict.SERVED, now, Usage(10, grant.request.output_tokens))
+            of.apply(Returned(grant.lease, Verdict.SERVED, Usage(10, grant.request.output_tokens)), now)
     return tokens
 
 
@@ -76,11 +77,11 @@ def test_a_share_does_not_matter_while_its_band_waits_for_nothing() -> None:
     (held,) = granted(of)
     for number in range(30):
         of.submit(request(id=f"d{number}"), 0.0)
-        of.finish(held, Verdict.SERVED, 0.0)
+        of.apply(Returned(held.lease, Verdict.SERVED), 0.0)
         (held,) = granted(of)
         assert not held.why.guaranteed
     submit(of, request(id="waits"), request(band=SHEDDABLE))
-    of.finish(held, Verdict.SERVED, 1.0)
+    of.apply(Returned(held.lease, Verdict.SERVED), 1.0)
     (held,) = granted(of, 1.0)
     assert held.request.id == "waits", "credit does not pile up while nothing waits"
 
@@ -126,7 +127,7 @@ def test_a_guaranteed_grant_says_so_and_is_not_taken_back() -> None:
         (grant,) = granted(of, float(step))
         assert of.decide(float(step)) == [], "a guaranteed grant was preempted"
         grants.append(grant)
-        of.finish(grant, Verdict.SERVED, float(step), Usage(10, 10))
+        of.apply(Returned(grant.lease, Verdict.SERVED, Usage(10, 10)), float(step))
     by_band = {grant.request.band: grant.why.guaranteed for grant in grants}
     assert by_band == {CRITICAL: False, SHEDDABLE: True}
 
@@ -137,7 +138,7 @@ def test_a_guaranteed_grant_says_so_and_is_not_taken_back() -> None:
 @pytest.mark.parametrize("charged", ["tokens", "requests"])
 def test_failed_attempt_does_not_use_up_a_share(verdict: Verdict, usage: Usage | None, charged: str) -> None:
     of, low = owed(charged)
-    of.finish(low, verdict, 1.0, usage)
+    of.apply(Returned(low.lease, verdict, usage), 1.0)
     of.submit(low.request, 1.0, entry=AdmissionKind.RETRY)
     (again,) = granted(of, 2.0)
     assert (again.request.id, again.why.guaranteed) == ("low", True)
@@ -145,7 +146,7 @@ def test_failed_attempt_does_not_use_up_a_share(verdict: Verdict, usage: Usage |
 
 def test_answer_cut_short_uses_up_its_share() -> None:
     of, low = owed("tokens")
-    of.finish(low, Verdict.CLIENT_GONE, 1.0, Usage(10, 1))
+    of.apply(Returned(low.lease, Verdict.CLIENT_GONE, Usage(10, 1)), 1.0)
     of.submit(request(band=SHEDDABLE, flow="low"), 1.0)
     (other,) = granted(of, 2.0)
     assert other.request.band == CRITICAL
@@ -157,7 +158,7 @@ def owed(charged: str) -> tuple[Pools, Grant]:
     of = pools({"a": 1}, settings)
     submit(of, request(id="low", band=SHEDDABLE, flow="low"), *(request(band=CRITICAL) for _ in range(6)))
     (first,) = granted(of)
-    of.finish(first, Verdict.SERVED, 0.0)
+    of.apply(Returned(first.lease, Verdict.SERVED), 0.0)
     (low,) = granted(of)
     assert (low.request.id, low.why.guaranteed) == ("low", True)
     return of, low
@@ -184,13 +185,13 @@ def test_a_higher_band_back_from_a_limit_does_not_delay_a_minimum_share() -> Non
     enter(0, band=SHEDDABLE, limits=("model:m",))
     enter(0, id="owed")
     (filler,) = enter(band=CRITICAL)
-    of.finish(first, Verdict.SERVED, 0.0)
+    of.apply(Returned(first.lease, Verdict.SERVED), 0.0)
     assert granted(of) == [], "the sheddable one came back from the limit, and has no room"
     (second,) = enter(band=CRITICAL, limits=("model:m",))
     enter(0, band=7, limits=("model:m",))
-    of.finish(filler, Verdict.SERVED, 0.0)
+    of.apply(Returned(filler.lease, Verdict.SERVED), 0.0)
     enter(band=CRITICAL, output_tokens=100)
-    of.finish(second, Verdict.SERVED, 0.0)
+    of.apply(Returned(second.lease, Verdict.SERVED), 0.0)
     (owed,) = granted(of)
     assert (owed.request.id, owed.why.guaranteed) == ("owed", True)
 
@@ -218,7 +219,7 @@ def test_share_goes_to_a_request_that_returns_late_from_a_limit() -> None:
     for _ in range(2):
         enter(1, band=CRITICAL)
     enter(0, band=CRITICAL, adapter="y")
-    of.finish(first, Verdict.SERVED, 0.0)
+    of.apply(Returned(first.lease, Verdict.SERVED), 0.0)
     (owed,) = granted(of)
     assert (owed.request.id, owed.why.guaranteed) == ("owed", True)
 
@@ -227,7 +228,7 @@ def test_failed_attempt_earns_no_share_for_others() -> None:
     of = pools({"a": 1}, tight(min_shares={SHEDDABLE: 0.4}))
     submit(of, request(id="high", band=CRITICAL), request(band=SHEDDABLE))
     (high,) = granted(of)
-    of.finish(high, Verdict.FAILED, 1.0)
+    of.apply(Returned(high.lease, Verdict.FAILED), 1.0)
     of.submit(high.request, 1.0, entry=AdmissionKind.RETRY)
     (again,) = granted(of, 1.0)
     assert again.request.id == "high"
@@ -277,10 +278,10 @@ def test_time_waited_before_and_time_until_there_is_room_count() -> None:
         of.submit(request(prompt_tokens=100, arrived_s=float(step), deadline_s=1e9), float(step))
         (held,) = granted(of, float(step))
         if step < 4:
-            of.finish(held, Verdict.SERVED, float(step) + 0.5)
+            of.apply(Returned(held.lease, Verdict.SERVED), float(step) + 0.5)
     refusal(of.submit, request(prompt_tokens=100, arrived_s=4.0, slo=Slo(ttft_s=1.5)), 4.0)
     assert held is not None
-    of.finish(held, Verdict.SERVED, 4.0)
+    of.apply(Returned(held.lease, Verdict.SERVED), 4.0)
     of.submit(request(prompt_tokens=100, arrived_s=4.0, slo=Slo(ttft_s=1.5)), 4.0)
 
 
@@ -334,7 +335,7 @@ def decide_and_obey(of: Pools, running: Counter[int], leases: dict[int, Grant]) 
             elif isinstance(decision, Preempt):
                 preempted += 1
                 running[band] -= 1
-                of.finish(leases.pop(decision.lease), Verdict.PREEMPTED, 1.0)
+                of.apply(Returned(leases.pop(decision.lease).lease, Verdict.PREEMPTED), 1.0)
                 of.submit(decision.request, 1.0, entry=AdmissionKind.PREEMPTED)
     return preempted
 

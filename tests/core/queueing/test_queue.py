@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, AdmissionKind, Request, Verdict
+from llmproxy.core.lease_events import Returned
 from llmproxy.core.policy_registry import Faults
 from llmproxy.core.queueing.deadlines import Deadlines
 from llmproxy.core.queueing.fairness.fcfs import FcfsFairness
@@ -247,10 +248,10 @@ def test_retry_after_does_not_count_on_grants_that_came_to_nothing(verdict: Verd
     of = pools({"a": 1}, tight(queue=replace(DEFAULTS.queue, band_requests_max=1)))
     of.submit(request(band=CRITICAL), 0.0)
     served = only_grant(of, 0.0)
-    of.finish(served, Verdict.SERVED, 10.0)
+    of.apply(Returned(served.lease, Verdict.SERVED), 10.0)
     of.submit(request(id="again"), 10.0)
     again = only_grant(of, 10.0)
-    of.finish(again, verdict, 20.0)
+    of.apply(Returned(again.lease, verdict), 20.0)
     of.submit(again.request, 20.0, entry=entry)
     assert refusal(of.submit, request(), 20.0).retry_after_s == 40.0, "one left in 20 s, and one is ahead"
 

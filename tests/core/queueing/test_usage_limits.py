@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Outcome, Request, Usage, Verdict
+from llmproxy.core.lease_events import Returned
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.rate_limits import RateLimits
 from llmproxy.core.queueing.usage_limits import UsageLimits
@@ -34,7 +35,7 @@ def test_a_tenant_at_its_limit_in_flight_waits_and_others_pass() -> None:
     first = granted(of)
     assert names(first) == ["t1", "free"]
     assert of.queued() == {DEFAULT: (2, 200)}
-    of.finish(first[0], Verdict.SERVED, 1.0)
+    of.apply(Returned(first[0].lease, Verdict.SERVED), 1.0)
     assert names(granted(of, 1.0)) == ["t2"]
 
 
@@ -52,10 +53,10 @@ def test_blocked_requests_return_by_band_then_by_arrival() -> None:
     (one, two) = granted(of, 1.0)
     submit(of, *(theirs(id=name, band=band, arrived_s=at, flow=name) for name, (band, at) in bands.items()), now=1.0)
     assert granted(of, 1.0) == []
-    of.finish(one, Verdict.SERVED, 2.0)
+    of.apply(Returned(one.lease, Verdict.SERVED), 2.0)
     (urgent,) = granted(of, 2.0)
-    of.finish(urgent, Verdict.SERVED, 3.0)
-    of.finish(two, Verdict.FAILED, 3.0)
+    of.apply(Returned(urgent.lease, Verdict.SERVED), 3.0)
+    of.apply(Returned(two.lease, Verdict.FAILED), 3.0)
     assert [urgent.request.id, *names(granted(of, 3.0))] == ["urgent", "soon", "late"]
 
 
@@ -70,7 +71,7 @@ def test_next_blocked_request_replaces_a_request_without_a_fitting_backend() -> 
     of.submit(theirs(id="needs x", adapter="lora", arrived_s=0.1, flow="f"), 0.1)
     of.submit(theirs(id="any", arrived_s=0.2, flow="g"), 0.2)
     assert granted(of, 0.3) == []
-    of.finish(held["runs"], Verdict.SERVED, 1.0)
+    of.apply(Returned(held["runs"].lease, Verdict.SERVED), 1.0)
     assert names(granted(of, 1.0)) == ["any"]
 
 
@@ -82,7 +83,7 @@ def test_no_more_requests_return_while_returned_requests_wait() -> None:
     of.submit(request(id="fills"), 0.2)
     assert names(granted(of, 0.2)) == ["fills"]
     assert of.blocked() == {TENANT: 4}
-    of.finish(runs, Verdict.SERVED, 1.0)
+    of.apply(Returned(runs.lease, Verdict.SERVED), 1.0)
     of.submit(request(id="urgent", band=CRITICAL), 1.0)
     assert names(granted(of, 1.0)) == ["urgent"]
     for second in range(2, 6):
@@ -99,7 +100,7 @@ def test_every_blocked_request_has_its_turn_before_later_arrivals() -> None:
     granted(of, 0.4)
     for number in (1, 2):
         of.submit(request(id=f"later {number}", arrived_s=number), float(number))
-        of.finish(running, Verdict.SERVED, float(number))
+        of.apply(Returned(running.lease, Verdict.SERVED), float(number))
         (running,) = granted(of, float(number))
         assert running.request.id == f"t{number}"
 
@@ -131,7 +132,7 @@ def test_a_request_under_two_limits_waits_for_both() -> None:
     submit(of, request(id="both", **both), theirs(id="t"))
     (tenant,) = granted(of)
     assert tenant.request.id == "t"
-    of.finish(model, Verdict.SERVED, 1.0)
+    of.apply(Returned(model.lease, Verdict.SERVED), 1.0)
     assert names(granted(of, 1.0)) == ["both"]
 
 
@@ -241,7 +242,7 @@ def test_an_answer_of_unknown_length_is_counted_as_expected() -> None:
     one = theirs(prompt_tokens=40, output_tokens=40)
     of.submit(one, 0.0)
     (grant,) = granted(of)
-    of.finish(grant, Verdict.SERVED, 0.0)
+    of.apply(Returned(grant.lease, Verdict.SERVED), 0.0)
     of.ended(one, None, 0.0)
     assert "tokens per minute" in refusal(of.submit, theirs(prompt_tokens=40), 0.0).message
 
@@ -253,7 +254,7 @@ def test_nothing_stays_open_however_an_attempt_ends(verdict: Verdict, usage: Usa
     one = theirs()
     of.submit(one, 0.0)
     (grant,) = granted(of)
-    of.finish(grant, verdict, 0.0, usage)
+    of.apply(Returned(grant.lease, verdict, usage), 0.0)
     of.ended(one, None, 0.0)
     assert not accounts(of._limits)
     assert of._limits.in_flight() == {TENANT: 0}

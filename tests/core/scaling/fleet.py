@@ -10,6 +10,7 @@ from itertools import count
 from random import Random
 
 from llmproxy.core.domain import Grant, Reading, Usage, Verdict
+from llmproxy.core.lease_events import Progress, Returned, Started
 from llmproxy.core.placement.policy import make
 from llmproxy.core.pools import Pools
 from llmproxy.core.scaling.need import Need
@@ -150,15 +151,15 @@ class Fleet:
         self._step(engine)
 
     def _first_token(self, grant: Grant) -> None:
-        self.pools.started(grant, self.now)
+        self.pools.apply(Started(grant.lease), self.now)
 
     def _progress(self, grant: Grant, tokens: int) -> None:
-        self.pools.progress(grant, tokens, self.now)
+        self.pools.apply(Progress(grant.lease, tokens), self.now)
 
     def _end(self, job: Job) -> None:
         self.completed += 1
         usage = Usage(job.grant.request.prompt_tokens, job.tokens, 0)
-        self.pools.finish(job.grant, Verdict.SERVED, self.now, usage)
+        self.pools.apply(Returned(job.grant.lease, Verdict.SERVED, usage), self.now)
         self.pools.ended(job.grant.request, None, self.now)
         self._later(TRAVEL_S, self._ask)
 

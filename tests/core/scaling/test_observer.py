@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, KnownCapacity, Request, Usage, Verdict
+from llmproxy.core.lease_events import Returned
 from llmproxy.core.leases import LeaseRecord
 from llmproxy.core.scaling.mix import HISTORY_SLOTS
 from llmproxy.core.scaling.need import Need, ReplicaFacts
@@ -39,7 +40,9 @@ class Pool:
             self.scaling.arrived(one, self.now, new=True, counts=True)
             lease = self.lease(one)
             self.scaling.booked(lease, self.now)
-            self.scaling.finished(lease, Verdict.SERVED, Usage(1_000, 100, 0), self.now + 100 * 0.02)
+            self.scaling.returned(
+                lease, Returned(lease.number, Verdict.SERVED, Usage(1_000, 100, 0)), self.now + 100 * 0.02
+            )
             self.scaling.left(one)
 
     def need(self) -> Need:
@@ -105,7 +108,7 @@ def test_a_backend_that_is_gone_is_forgotten_and_its_leases_end_quietly() -> Non
     one = pool.lease(request(stream=True))
     pool.scaling.booked(one, 0.0)
     pool.scaling.process_gone("b")
-    pool.scaling.finished(one, Verdict.SERVED, Usage(10, 500), 9.0)
+    pool.scaling.returned(one, Returned(one.number, Verdict.SERVED, Usage(10, 500)), 9.0)
     assert pool.scaling.curve.seen == 0
     assert pool.need().waiting == 0
 
@@ -116,8 +119,8 @@ def test_an_answer_of_an_old_process_is_not_counted_on_the_new_one() -> None:
     pool.scaling.booked(old, 0.1)
     pool.scaling.process_gone("b")
     pool.scaling.booked(new, 1.0)
-    pool.scaling.finished(old, Verdict.SERVED, Usage(10, 500), 2.0)
-    pool.scaling.finished(new, Verdict.SERVED, Usage(10, 100), 3.0)
+    pool.scaling.returned(old, Returned(old.number, Verdict.SERVED, Usage(10, 500)), 2.0)
+    pool.scaling.returned(new, Returned(new.number, Verdict.SERVED, Usage(10, 100)), 3.0)
     line = pool.scaling.curve.line
     assert line is not None
     assert line.at(1.0) == pytest.approx(0.02, rel=0.01)

@@ -12,9 +12,10 @@ from typing import Any
 import aiohttp
 import pytest
 
+from llmproxy.core.lease_events import LeaseEvent, Progress
+from llmproxy.core.pools import Pools
 from llmproxy.gateway.http.routes import SCHEDULED, BodyKind
 from llmproxy.gateway.proxying import stream_relay as passing
-from llmproxy.scheduling.lease import Lease
 from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, Answer, ProxyUnderTest, raw_post, serving
 from tests.e2e.scripted import STREAM_END, STREAM_HEAD, answering, chunk, scripted, serving_script, whole
 from tests.upstream.raw_server import Peer
@@ -402,7 +403,14 @@ async def test_a_stream_compressed_all_the_same_passes_as_it_comes(monkeypatch: 
         await peer.send(hop.chunk(DONE, last=True) + STREAM_END)
 
     monkeypatch.setattr(passing, "PROGRESS_S", 0.0)
-    monkeypatch.setattr(Lease, "progress", lambda _, tokens: reported.append(tokens))
+    apply = Pools.apply
+
+    def spy(pools: Pools, event: LeaseEvent, now: float) -> None:
+        if isinstance(event, Progress):
+            reported.append(event.output_tokens)
+        apply(pools, event, now)
+
+    monkeypatch.setattr(Pools, "apply", spy)
     async with serving_script(script) as (proxy, _):
         async with proxy.wire(raw_post(STREAM)) as (reader, _):
             head = await reader.readuntil(b"\r\n\r\n")

@@ -12,7 +12,8 @@ from urllib.parse import urlsplit
 import aiohttp
 import pytest
 
-from llmproxy.core.domain import CRITICAL, Grant, Stage, Usage, Verdict
+from llmproxy.core.domain import CRITICAL, Usage
+from llmproxy.core.lease_events import LeaseEvent, Returned
 from llmproxy.gateway.proxying import relay
 from llmproxy.lab.simulator.replica import Replica
 from tests.e2e.disaggregation.conftest import NIXL, hows, split
@@ -155,20 +156,21 @@ async def test_cached_tokens_come_from_the_prefill_replica() -> None:
 async def test_the_usage_of_a_prompt_is_read_before_its_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay, "TAIL_BYTES", 500)
     async with split() as proxy:
-        used: list[tuple[Stage, Usage | None]] = []
-        finish = proxy.app.pools.finish
+        used: list[Usage | None] = []
+        apply = proxy.app.pools.apply
 
-        def spy(grant: Grant, verdict: Verdict, now: float, usage: Usage | None = None) -> None:
-            used.append((grant.request.stage, usage))
-            finish(grant, verdict, now, usage)
+        def spy(event: LeaseEvent, now: float) -> None:
+            if isinstance(event, Returned):
+                used.append(event.usage)
+            apply(event, now)
 
-        monkeypatch.setattr(proxy.app.pools, "finish", spy)
+        monkeypatch.setattr(proxy.app.pools, "apply", spy)
         answer = await proxy.chat(LONG)
         await proxy.settled()
         prompt_tokens = answer.json["usage"]["prompt_tokens"]
-        (stage, usage), _ = used
-        assert usage is not None
-        assert (stage, usage.prompt_tokens, usage.output_tokens) == (Stage.PREFILL, prompt_tokens, 1)
+        usage, _ = used
+        assert usage is not None, "the prefill stage ends first"
+        assert (usage.prompt_tokens, usage.output_tokens) == (prompt_tokens, 1)
 
 
 INDIVISIBLE: list[tuple[str, dict[str, Any]]] = [

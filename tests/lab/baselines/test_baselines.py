@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import Grant, NoCapacity, NoMatch, Placed, Verdict
+from llmproxy.core.lease_events import Returned, Started
 from llmproxy.core.pools import Pools
 from llmproxy.lab.baselines import baseline_named
 from llmproxy.lab.baselines.policy import baselines
@@ -136,8 +137,8 @@ def test_limits_of_the_proxy_hold_nobody_back(name: str) -> None:
     pools.check(world.now)
     for grant in granted:
         assert isinstance(grant, Grant)
-        pools.started(grant, world.now)
-        pools.finish(grant, Verdict.SERVED, world.now)
+        pools.apply(Started(grant.lease), world.now)
+        pools.apply(Returned(grant.lease, Verdict.SERVED), world.now)
     pools.check(world.now)
 
 

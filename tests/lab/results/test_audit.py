@@ -9,6 +9,7 @@ import pytest
 
 from llmproxy.config import Config
 from llmproxy.core.domain import Grant, GrantReason, Placed, Request, Usage, Verdict
+from llmproxy.core.lease_events import Progress, Returned
 from llmproxy.lab.results import audit as module
 from llmproxy.lab.results.audit import Audit
 from llmproxy.lab.run.replay import Run
@@ -84,12 +85,12 @@ def test_counters_are_charged_by_estimate_then_corrected() -> None:
     audit.compare()
     assert audit.counter_difference == 200.0
     # An answer that is shorter so far may still become as long as was estimated.
-    audit.progressed(granted(asked("0", flow="a")), 10)
+    audit.progressed(Progress(granted(asked("0", flow="a")).lease, 10))
     assert audit._counters[0, "a"] == 200.0
-    audit.progressed(granted(asked("0", flow="a")), 80)
+    audit.progressed(Progress(granted(asked("0", flow="a")).lease, 80))
     audit.compare()
     assert audit.counter_difference == 260.0
-    audit.finished(granted(asked("0", flow="a")), Verdict.SERVED, Usage(100, 90, 40))
+    audit.returned(Returned(granted(asked("0", flow="a")).lease, Verdict.SERVED, Usage(100, 90, 40)))
     # The maximum is kept: 60 + 2 x 90 is less than the charges in between.
     audit.compare()
     assert audit.counter_difference == 260.0
@@ -130,11 +131,11 @@ def test_failed_attempt_costs_nothing_and_progress_is_counted() -> None:
     audit.granted(first, X)
     audit.granted(second, X)
     assert audit.unfinished_tokens_most == 300
-    audit.finished(first, Verdict.FAILED, None)
+    audit.returned(Returned(first.lease, Verdict.FAILED))
     assert audit._counters[0, "a"] == 200.0
-    audit.progressed(second, 400)
+    audit.progressed(Progress(second.lease, 400))
     assert audit.unfinished_tokens_most == 500
-    audit.finished(second, Verdict.SERVED, Usage(100, 10))
+    audit.returned(Returned(second.lease, Verdict.SERVED, Usage(100, 10)))
     audit.entered(asked("3"), NOBODY)
     audit.granted(granted(asked("3"), 3), X)
     assert audit.unfinished_tokens_most == 500

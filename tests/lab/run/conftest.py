@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from llmproxy.config import Config
-from llmproxy.core.domain import AdmissionKind, Grant, Reading, Request, Usage, Verdict
+from llmproxy.core.domain import AdmissionKind, Decision, Grant, Reading, Request, Usage, Verdict
+from llmproxy.core.lease_events import LeaseEvent, Progress, Returned
 from llmproxy.core.pools import Pools
 from llmproxy.lab.fleet.server import SimulatedServer
 from llmproxy.lab.fleet.spec import Fault, FleetFaultKind, SimulatedFleet
@@ -58,8 +59,23 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> SchedulerCalls:
     spy(Pools, "submit", lambda _, request, *__: calls.requests.append(request))
     spy(Pools, "submit", lambda *given: calls.attempts.append((len(given[3]), given[4])))
     spy(Dispatcher, "observe", lambda _, backend, reading: calls.readings.append((backend, reading)))
-    spy(Pools, "progress", lambda *given: calls.progress.append(given[2]))
-    spy(Pools, "finish", lambda _, grant, verdict, __, usage=None: calls.ends.append((grant, verdict, usage)))
+    grants: dict[tuple[Pools, int], Grant] = {}
+    decide = Pools.decide
+
+    def decided(pools: Pools, now: float) -> list[Decision]:
+        decisions = decide(pools, now)
+        grants.update(((pools, grant.lease), grant) for grant in decisions if isinstance(grant, Grant))
+        return decisions
+
+    def note(pools: Pools, event: LeaseEvent, now: float) -> None:
+        del now
+        if isinstance(event, Progress):
+            calls.progress.append(event.output_tokens)
+        elif isinstance(event, Returned):
+            calls.ends.append((grants[pools, event.lease], event.verdict, event.usage))
+
+    monkeypatch.setattr(Pools, "decide", decided)
+    spy(Pools, "apply", note)
     return calls
 
 

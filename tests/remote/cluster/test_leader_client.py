@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from llmproxy.core.domain import Outcome, Verdict
+from llmproxy.core.lease_events import Progress, Started
 from llmproxy.remote.cluster.channel import SILENCE_S
 from llmproxy.remote.cluster.leader_client import NO_LEADER_RETRY_S, UNSENT_MAX
 from llmproxy.remote.cluster.member_session import GRACE_S
@@ -32,10 +33,10 @@ async def test_a_lease_lives_on_over_a_broken_connection() -> None:
         await asyncio.sleep(SOON_S)
         ends, lease = finished(found.leader.dispatcher), client.lease
         assert lease is not None
-        lease.started()
+        lease.apply(Started(lease.grant.lease), now())
         found.break_connections()
         await asyncio.sleep(GRACE_S + 1.0)
-        lease.progress(7)
+        lease.apply(Progress(lease.grant.lease, 7), now())
         assert found.leader.dispatcher.leases == 1
         assert client.lease is lease
         await client.done()
@@ -545,8 +546,8 @@ async def test_a_new_leader_that_does_not_know_a_backend_lets_its_answers_go_on(
         assert new.shard.is_leader
         assert new.dispatcher.leases == 0
         assert client.lease is not None
-        client.lease.started()
-        client.lease.progress(3)
+        client.lease.apply(Started(client.lease.grant.lease), now())
+        client.lease.apply(Progress(client.lease.grant.lease, 3), now())
         await client.done()
         await asyncio.sleep(1.0)
         assert new.dispatcher.leases == 0

@@ -9,6 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from llmproxy.core.domain import AdmissionKind, KnownCapacity, KnownLimit, Outcome, Refused
+from llmproxy.core.lease_events import Progress, Returned, Started
 from llmproxy.remote.cluster import cluster, leader_link
 from llmproxy.remote.cluster.channel import FRAME_BYTES_MAX, HELLO_BYTES_MAX, SILENCE_S, UNSENT_BYTES_MAX, MemberChannel
 from llmproxy.remote.cluster.cluster import CLAIMED_EPOCH_MAX
@@ -120,7 +121,7 @@ async def test_unknown_values_of_a_later_release_are_tolerated() -> None:
         await asyncio.sleep(0.1)
         assert [granted.call for granted in one.of(protocol.LeaseGranted)] == [1]
         assert found.leader.dispatcher.leases == 1
-        one.channel.send(protocol.LeaseReturned(1, "for a new reason", None))  # type: ignore[arg-type]
+        one.channel.send(Returned(1, "for a new reason", None))  # type: ignore[arg-type]
         await asyncio.sleep(0.1)
         assert found.leader.dispatcher.leases == 0
         assert not one.lost
@@ -293,8 +294,8 @@ async def test_a_message_that_makes_no_sense_is_skipped() -> None:
         one = Stranger(found)
         one.hello()
         for message in (
-            protocol.LeaseReturned(77, "served", None),  # type: ignore[arg-type]
-            protocol.LeaseStarted(78), protocol.LeaseProgress(79, 5), protocol.CancelCall(80),
+            Returned(77, "served", None),  # type: ignore[arg-type]
+            Started(78), Progress(79, 5), protocol.CancelCall(80),
             protocol.RequestEnded("unknown", None), Resume(frozenset({1}), frozenset({2})),
         ):  # fmt: skip
             one.channel.send(message)

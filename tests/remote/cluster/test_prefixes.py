@@ -6,9 +6,10 @@ import asyncio
 
 import pytest
 
+from llmproxy.core.lease_events import Started
 from llmproxy.remote.cluster import leader_client
 from tests.core.make import BASE
-from tests.dispatching import virtual
+from tests.dispatching import now, virtual
 from tests.remote.cluster.elections import LOCK_S
 from tests.remote.cluster.virtual import VirtualMember, World, world
 
@@ -28,7 +29,7 @@ async def served(one: VirtualMember, prompt: tuple[int, ...], answered: tuple[in
     client = one.client(prefix=prompt)
     await asyncio.sleep(SOON_S)
     assert client.lease is not None
-    client.lease.started()
+    client.lease.apply(Started(client.lease.grant.lease), now())
     await client.done()
     if answered:
         one.leasing.cached(client.lease.grant, answered)

@@ -26,6 +26,7 @@ from llmproxy.core.domain import (
     Stage,
     Verdict,
 )
+from llmproxy.core.lease_events import Committed, Progress, Recomputing, Returned, Started
 from llmproxy.observe.exit import RequestExit, RequestInput, RequestResult, RequestRouting
 from llmproxy.remote.cluster.channel import FRAME_BYTES_MAX, FRAME_MESSAGES_MAX
 from llmproxy.remote.cluster.protocol import (
@@ -69,11 +70,11 @@ LIMITS, CAPACITIES = (st.dictionaries(TEXTS, one, max_size=3) for one in (LIMIT,
 FROM: dict[type[Any], st.SearchStrategy[Any]] = {
     protocol.Admit: st.builds(protocol.Admit, CALLS, REQUESTS, st.frozensets(TEXTS), st.sampled_from(AdmissionKind)),
     protocol.CancelCall: st.builds(protocol.CancelCall, CALLS),
-    protocol.LeaseStarted: st.builds(protocol.LeaseStarted, CALLS),
-    protocol.LeaseCommitted: st.builds(protocol.LeaseCommitted, CALLS),
-    protocol.LeaseProgress: st.builds(protocol.LeaseProgress, CALLS, NUMBERS),
-    protocol.LeaseReturned: st.builds(protocol.LeaseReturned, CALLS, st.sampled_from(Verdict), USAGES),
-    protocol.LeaseRecomputing: st.builds(protocol.LeaseRecomputing, CALLS),
+    Started: st.builds(Started, CALLS),
+    Committed: st.builds(Committed, CALLS),
+    Progress: st.builds(Progress, CALLS, NUMBERS),
+    Returned: st.builds(Returned, CALLS, st.sampled_from(Verdict), USAGES),
+    Recomputing: st.builds(Recomputing, CALLS),
     protocol.RequestEnded: st.builds(protocol.RequestEnded, TEXTS, st.none() | BOOLS),
     protocol.PrefixCached: st.builds(
         protocol.PrefixCached, TEXTS, CALLS, TEXTS, st.lists(NUMBERS, max_size=5).map(tuple)
@@ -205,7 +206,7 @@ TRAVEL = [
 GRANT = Grant(1, request(), Placed("a", 0.0, (), 1), 0.0, 0, GrantReason((), 0, (), 0))
 FULL: dict[type[Any], Any] = {
     protocol.Admit: protocol.Admit(1, request(), frozenset(), AdmissionKind.NEW),
-    protocol.LeaseReturned: protocol.LeaseReturned(1, Verdict.SERVED, None),
+    Returned: Returned(1, Verdict.SERVED, None),
     protocol.ExitReport: protocol.ExitReport(
         RequestExit(
             RequestInput(request_id="r", method="POST", path="/"),
@@ -257,31 +258,30 @@ REQUIRED = {
     "Balances": "pool band flows",
     "CallRefused": "call outcome message retry_after_s",
     "CancelCall": "call",
+    "Committed": "lease",
     "Drained": "backends",
     "ExitReport": "record",
+    "GrantReason": "waiting flows standing passed_over",
     "Hello": "protocol version name incarnation address config epoch",
     "KnownCapacity": "sums sizes",
     "KnownLimit": "limit settled models",
     "Learned": "limits capacities",
-    "LeaseCommitted": "lease",
+    "LeaseAcknowledged": "call",
     "LeaseCut": "lease revoked",
     "LeaseGranted": "call lease stage placed at_s queued_ahead why left_s",
-    "LeaseProgress": "lease output_tokens",
-    "LeaseRecomputing": "lease",
-    "LeaseReturned": "lease verdict usage",
-    "LeaseStarted": "lease",
-    "LeaseAcknowledged": "call",
     "Members": "names",
     "NameResolved": "call target",
     "NotLeader": "why",
     "PageRequest": "call request remote",
     "PageResponse": "call status reason headers body",
     "Ping": "",
-    "RememberedPrefix": "pool backend hashes",
     "Placed": "backend score terms candidates",
     "Predicted": "expected_s p90_s",
     "PrefixCached": "pool lease backend hashes",
+    "Progress": "lease output_tokens",
     "RateDebts": "debts",
+    "Recomputing": "lease",
+    "RememberedPrefix": "pool backend hashes",
     "Request": "id pool model adapter band flow arrived_s deadline_s body_bytes prompt_tokens output_tokens",
     "RequestEnded": "request_id met",
     "RequestExit": "input result",
@@ -292,14 +292,15 @@ REQUIRED = {
     "ResponseStored": "response_id backend tenant",
     "Resume": "waiting running",
     "Resumed": "",
+    "Returned": "lease verdict",
     "RunningLease": "call request placed age_s started_age_s committed output_tokens",
     "Slo": "",
+    "Started": "lease",
     "Target": "requested model pool adapter",
     "TraceContext": "trace_id span_id parent_id sampled",
     "Usage": "prompt_tokens output_tokens",
     "Waited": "rule",
     "Welcome": "epoch name version config",
-    "GrantReason": "waiting flows standing passed_over",
 }
 """The fields without a default of everything that travels, by name and in their order."""
 

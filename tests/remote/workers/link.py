@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Concatenate
 
 from llmproxy.config import Config
-from llmproxy.core.domain import Grant, Outcome, Request, Usage, Verdict
+from llmproxy.core.domain import Outcome, Request, Usage, Verdict
+from llmproxy.core.lease_events import LeaseEvent, Returned
 from llmproxy.gateway.proxying.rules import Rulebook, Rules
 from llmproxy.observe.exit import RequestExit
 from llmproxy.remote.workers import protocol
@@ -155,13 +156,14 @@ async def nothing_left(one: Dispatcher, *lines: WorkerLink) -> None:
 def finished(one: Dispatcher) -> list[tuple[Verdict, Usage | None]]:
     """Returns a list that gets the verdict and usage of each lease that ends from now on."""
     seen: list[tuple[Verdict, Usage | None]] = []
-    finish = one.pools.finish
+    apply = one.pools.apply
 
-    def spy(grant: Grant, verdict: Verdict, now: float, usage: Usage | None = None) -> None:
-        seen.append((verdict, usage))
-        finish(grant, verdict, now, usage)
+    def spy(event: LeaseEvent, now: float) -> None:
+        if isinstance(event, Returned):
+            seen.append((event.verdict, event.usage))
+        apply(event, now)
 
-    one.pools.finish = spy  # type: ignore[method-assign]
+    one.pools.apply = spy  # type: ignore[method-assign]
     return seen
 
 

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from llmproxy.core.backends.catalogue import Target
 from llmproxy.core.domain import AdmissionKind, GrantReason, Outcome, Placed, Predicted, Slo, Stage, Usage, Verdict
+from llmproxy.core.lease_events import Progress, Recomputing, Returned, Started
 from llmproxy.observe.packed import INTEGER_MAX
 from llmproxy.remote.workers import protocol
 from llmproxy.remote.workers.channel import FROM_WORKER, TO_WORKER, BrokenFrameError, Channel, Frames, frame
@@ -44,30 +45,30 @@ EXITS = st.builds(
     exit_of, request_id=TEXTS, method=st.just("POST"), path=TEXTS, outcome=st.sampled_from(Outcome), status=NUMBERS,
     duration_s=TIMES, why=st.none() | WHYS, terms=TERMS, predicted_ttft=PREDICTED, met=st.none() | st.booleans(),
 )  # fmt: skip
-UP: st.SearchStrategy[list[protocol.Message]] = st.lists(
+UP: st.SearchStrategy[list[protocol.Sendable]] = st.lists(
     st.builds(protocol.Admit, NUMBERS, REQUESTS, st.frozensets(TEXTS, max_size=3), st.sampled_from(AdmissionKind))
     | st.builds(protocol.Resolve, NUMBERS, st.none() | TEXTS, TIMES, NUMBERS)
     | st.builds(protocol.PageRequest, NUMBERS, st.binary(max_size=50), TEXTS)
-    | st.builds(protocol.LeaseReturned, NUMBERS, st.sampled_from(Verdict), USAGES)
+    | st.builds(Returned, NUMBERS, st.sampled_from(Verdict), USAGES)
     | st.builds(protocol.RequestEnded, TEXTS, st.none() | st.booleans())
     | st.builds(protocol.PrefixCached, TEXTS, NUMBERS, TEXTS, st.lists(NUMBERS, max_size=5).map(tuple))
     | st.builds(protocol.ExitReport, EXITS)
-    | st.builds(protocol.LeaseProgress, NUMBERS, NUMBERS)
+    | st.builds(Progress, NUMBERS, NUMBERS)
     | st.sampled_from(
         [
             protocol.CancelCall(1),
-            protocol.LeaseStarted(2),
+            Started(2),
             protocol.WorkerIdle(),
             protocol.Listening("http://h:1"),
             protocol.ResponseStored("resp_1", "a", ""),
             protocol.LogLinesLost(3),
             protocol.BufferedBytes(4),
-            protocol.LeaseRecomputing(5),
+            Recomputing(5),
         ]
     ),
     max_size=6,
 )
-DOWN: st.SearchStrategy[list[protocol.Message]] = st.lists(
+DOWN: st.SearchStrategy[list[protocol.Sendable]] = st.lists(
     st.builds(
         protocol.LeaseGranted,
         NUMBERS,
@@ -117,7 +118,7 @@ def cut(data: bytes, places: list[int]) -> list[bytes]:
 @pytest.mark.parametrize(("kind", "messages"), [(FROM_WORKER, UP), (TO_WORKER, DOWN)], ids=["up", "down"])
 @given(draws=st.data(), places=st.lists(st.integers(0, 10_000), max_size=8))
 def test_messages_arrive_unchanged(
-    kind: Any, messages: st.SearchStrategy[list[protocol.Message]], draws: st.DataObject, places: list[int]
+    kind: Any, messages: st.SearchStrategy[list[protocol.Sendable]], draws: st.DataObject, places: list[int]
 ) -> None:
     batches = draws.draw(st.lists(messages, max_size=4))
     frames = Frames(kind)
@@ -252,5 +253,5 @@ async def test_a_broken_frame_ends_the_connection() -> None:
 
 
 def test_frames_are_small() -> None:
-    assert len(frame([protocol.LeaseProgress(12345, 96)])) < 16
-    assert len(msgspec.msgpack.encode(protocol.LeaseStarted(12345))) < 8
+    assert len(frame([Progress(12345, 96)])) < 16
+    assert len(msgspec.msgpack.encode(Started(12345))) < 8

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import socket
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -31,6 +29,7 @@ from llmproxy.core.domain import (
     Usage,
     Verdict,
 )
+from llmproxy.core.lease_events import Committed, LeaseEvent, Progress, Returned, Started
 from llmproxy.core.settings import Disaggregation, Splitting, UsageLimit
 from llmproxy.observe import logs
 from llmproxy.remote.workers.channel import FROM_WORKER, TO_WORKER, Channel
@@ -43,7 +42,6 @@ from tests.remote.workers.link import (
     ENOUGH,
     RecordedEvents,
     WorkerLink,
-    finished,
     leased,
     linked,
     nothing_left,
@@ -60,7 +58,7 @@ EXIT = exit_of(
 
 @linked
 async def test_worker_gets_a_lease_and_reports_its_end(one: Dispatcher, line: WorkerLink) -> None:
-    ends, decided, calls = finished(one), list[Grant](), list[tuple[Any, ...]]()
+    decided, events = list[Grant](), list[LeaseEvent]()
     decide = one.pools.decide
 
     def spy(now: float) -> list[Any]:
@@ -70,26 +68,27 @@ async def test_worker_gets_a_lease_and_reports_its_end(one: Dispatcher, line: Wo
 
     one.pools.decide = spy  # type: ignore[method-assign]
 
-    def heard(name: str, call: Callable[..., None], grant: Grant, *facts: Any) -> None:
-        calls.append((name, grant.lease, *facts[:-1]))
-        call(grant, *facts)
+    apply = one.pools.apply
 
-    for name in ("started", "committed", "progress"):
-        setattr(one.pools, name, partial(heard, name, getattr(one.pools, name)))
+    def heard(event: LeaseEvent, now: float) -> None:
+        events.append(event)
+        apply(event, now)
+
+    one.pools.apply = heard  # type: ignore[method-assign]
     asked = request(arrived_s=now(), deadline_s=now() + 60.0, prefix=(1, 2**64 - 1), prefix_tokens=16.0)
     async with line.remote.admit(asked) as lease:
         assert (lease.backend, [lease.grant]) == ("a", decided)
         assert lease.grant.request is asked
         assert (one.leases, len(line.remote._leases), line.session.open_requests) == (1, 1, 1)
-        lease.committed()
-        lease.started()
-        lease.progress(32)
+        lease.apply(Committed(lease.grant.lease), now())
+        lease.apply(Started(lease.grant.lease), now())
+        lease.apply(Progress(lease.grant.lease, 32), now())
         lease.verdict, lease.usage = Verdict.SERVED, Usage(10, 32, 2)
     line.remote.ended(asked, True)
     await nothing_left(one, line)
     number = lease.grant.lease
-    assert calls == [("committed", number), ("started", number), ("progress", number, 32)]
-    assert ends == [(Verdict.SERVED, Usage(10, 32, 2))]
+    returned = Returned(number, Verdict.SERVED, Usage(10, 32, 2))
+    assert events == [Committed(number), Started(number), Progress(number, 32), returned]
 
 
 @virtual
@@ -165,7 +164,7 @@ async def test_a_worker_that_dies_between_the_stages_leaves_no_place_kept(turns_
     one = dispatcher(settings=settings, p=2, d=2)
     line, asked = WorkerLink(one), request(splittable=True, limits=("one",))
     async with line.remote.admit(asked) as lease:
-        lease.started()
+        lease.apply(Started(lease.grant.lease), now())
         lease.verdict, lease.usage = Verdict.SERVED, Usage(10, 1)
     if turns_more:
         await turns(turns_more)

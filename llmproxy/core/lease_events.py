@@ -1,0 +1,44 @@
+"""The events in the life of a lease. The holder of the lease reports them, and processes send them to each other."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from llmproxy.core.domain import Usage, Verdict
+
+
+class LeaseEvent(Struct, frozen=True, array_like=True):
+    """An event of the lease with this number. The tag of a subclass is its number on the wire."""
+
+    lease: int
+
+
+class Progress(LeaseEvent, frozen=True, tag=8):
+    """The answer has about `output_tokens` tokens so far."""
+
+    output_tokens: int
+
+
+class Started(LeaseEvent, frozen=True, tag=6):
+    """The first token of the answer arrived."""
+
+
+class Committed(LeaseEvent, frozen=True, tag=7):
+    """The first byte was sent to the client, token or not. The request stays on this backend from now on."""
+
+
+class Returned(LeaseEvent, frozen=True, tag=9):
+    """The attempt ended. `usage` has the engine's counts, or the tokens seen so far if the answer was cut short."""
+
+    verdict: Verdict
+    usage: Usage | None = None
+
+
+class Recomputing(LeaseEvent, frozen=True, tag=31):
+    """The decode stage computes its prompt itself instead of fetching its KV blocks.
+
+    This is no evidence about the prefill backend.
+    """
+
+
+AnyLeaseEvent = Progress | Started | Committed | Returned | Recomputing
