@@ -44,7 +44,8 @@ from llmproxy.lifecycle.handover import ended_before
 from llmproxy.lifecycle.sockets import Sockets
 from llmproxy.observe import logs, spans
 from llmproxy.observe.decisions import DecisionLog, open_to_append
-from llmproxy.observe.exit import Exits, RequestExit
+from llmproxy.observe.exit import RequestExit
+from llmproxy.observe.exit_batch import Exits
 from llmproxy.observe.genai import GenAiMetrics
 from llmproxy.observe.key_metrics import KeyMetrics
 from llmproxy.observe.live.recorder import Recorder
@@ -79,6 +80,7 @@ class Proxy:
     leasing: Dispatcher | ClusterLeasing
     """Grants leases to requests of clients; in a cluster, through the leaders."""
     metrics: Metrics
+    exits: Exits
     registry: BackendRegistry
     keeper: AdapterKeeper
     discovery: Discovery
@@ -142,6 +144,11 @@ class Proxy:
         """Update the backends of the configuration, and start discovery in its other sources."""
         self.registry.update(CONFIGURED, _configured(self.config))
         self.discovery.reconfigure(self.config)
+
+    def flush_records(self) -> None:
+        """Write the records of all ended requests to the log, the metrics and the other readers now."""
+        self.exits.flush()
+        self.handler.log_lines.flush()
 
     def begin_shutdown(self, *, replaced: bool = False) -> None:
         """See `RequestHandler.begin_shutdown`."""
@@ -236,6 +243,7 @@ async def running(
         if proxy.cluster is not None:
             stack.push_async_callback(proxy.cluster.close)
         # Requests that are cut during shutdown still return their leases and report their exits before the rest closes.
+        stack.callback(proxy.flush_records)
         stack.push_async_callback(proxy.gateway.handler.idle.wait)
         # A poll makes three requests.
         polled = partial(ended_before, backend_log.all_polled, limit_s=3 * config.poll.timeout_s)
@@ -316,7 +324,7 @@ async def _build(
     stack.push_async_callback(backend_discovery.close)
     admin_pages = AdminPages(config, dispatcher, adapters, now)
     proxy = Proxy(
-        gateway, pools, dispatcher, leasing, metrics, registry, keeper, backend_discovery, admin_pages,
+        gateway, pools, dispatcher, leasing, metrics, exits, registry, keeper, backend_discovery, admin_pages,
         _clients(config), recorder,
     )  # fmt: skip
     proxy.limits = limits
@@ -324,7 +332,7 @@ async def _build(
         proxy.reloader = Reloader(config, reread, combined.take, metrics.reloaded)
     proxy.scale = ScalePages(pools, registry.statuses, now)
     pages = proxy.pages = OwnPages(
-        gateway.rulebook, pools, gateway.handler, metrics, admin_pages,
+        gateway.rulebook, pools, gateway.handler, metrics, exits, admin_pages,
         AdapterRoutes(adapters, keeper, dispatcher, gateway.rulebook), BackendRoutes(registry, proxy.reloader, now),
         _live_pages(proxy, now), proxy.scale,
     )  # fmt: skip

@@ -22,6 +22,7 @@ from llmproxy.gateway.http.errors import Failure, nothing_at
 from llmproxy.gateway.http.routes import LOAD_ADAPTER, METRICS, MODELS, PING, ROOT, UNLOAD_ADAPTER
 from llmproxy.gateway.proxying.handler import RequestHandler
 from llmproxy.gateway.proxying.rules import Rulebook
+from llmproxy.observe.exit_batch import Exits
 from llmproxy.observe.metrics import CONTENT_TYPE, Metrics
 
 READY_RETRY_S = 1.0
@@ -54,6 +55,7 @@ class OwnPages:
         pools: Pools,
         handler: RequestHandler,
         metrics: Metrics,
+        exits: Exits,
         admin: AdminPages,
         adapters: AdapterRoutes,
         backends: BackendRoutes,
@@ -63,6 +65,7 @@ class OwnPages:
         self._rulebook = rulebook
         self._pools = pools
         self._handler = handler
+        self._exits = exits
         self._admin = admin
         self._adapters = adapters
         self._backends = backends
@@ -94,6 +97,7 @@ class OwnPages:
 
     async def administer(self, path: str, request: web.BaseRequest, on_admin_port: bool) -> web.Response:
         self.check(path, request, on_admin_port)
+        self._exits.flush()
         if path in ADDED:
             method, added = ADDED[path]
             check_method(request, method)

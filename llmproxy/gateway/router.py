@@ -24,7 +24,7 @@ from llmproxy.gateway.proxying.stored import StoredResponses
 from llmproxy.gateway.request.auth import Tenant
 from llmproxy.gateway.request.identity import id_for_error
 from llmproxy.observe.exit import ExitSink, RequestExit, RequestInput, RequestResult
-from llmproxy.observe.logs import log_exit, log_internal
+from llmproxy.observe.logs import log_internal
 
 _log = structlog.get_logger()
 
@@ -136,7 +136,7 @@ class Router:
         ended = _exit("", "", uuid4().hex, failure.outcome, failure.status, failure.message)
         self._exits.record(ended)
         if not isinstance(failure, WrongProtocol):
-            log_exit(ended)
+            self._handler.log_lines.record(ended)
         elif failure.message not in self._logged_protocols:
             self._logged_protocols.add(failure.message)
             _log.warning("wrong_protocol", what=failure.message, hint=failure.hint)
@@ -164,7 +164,7 @@ class Router:
     ) -> None:
         ended = _exit(request.method, path, own_id, outcome, status, error)
         self._exits.record(ended)
-        log_exit(ended)
+        self._handler.log_lines.record(ended)
 
     async def _unscheduled(self, path: str, request: web.BaseRequest, sender: Client) -> web.StreamResponse:
         if path in OWN or path.startswith(MODELS + "/"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from enum import StrEnum
 from typing import Protocol
 
@@ -217,15 +216,3 @@ class ExitSink(Protocol):
 
     def log_lines_lost(self, lines: int) -> None:
         """Count lines that the standard error of a process could not take."""
-
-
-class Exits:
-    """The `ExitSink` of the scheduler process: passes each record to the metrics (`counted`) and to all `readers`."""
-
-    def __init__(self, counted: ExitSink, *readers: Callable[[RequestExit], None]) -> None:
-        self.attempted, self.log_lines_lost = counted.attempted, counted.log_lines_lost
-        self._readers = (counted.record, *readers)
-
-    def record(self, ended: RequestExit) -> None:
-        for read in self._readers:
-            read(ended)

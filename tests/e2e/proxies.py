@@ -177,6 +177,7 @@ class ProxyUnderTest:
 
     def _samples(self, name: str) -> list[Sample]:
         """The samples of one metric. To write and parse the whole page takes longer than most tests."""
+        self.app.flush_records()
         families = self.app.metrics.registry.collect()
         return [sample for family in families for sample in family.samples if sample.name == name]
 
@@ -185,6 +186,7 @@ class ProxyUnderTest:
         handler = self.app.handler
         await until(lambda: not (handler.open_requests or handler.captured_bytes or self.app.dispatcher.leases))
         await until(lambda: all(not r.in_flight and not r.engine.busy for r in self.replicas))
+        self.app.flush_records()
 
     def check(self) -> None:
         """Everything that was taken was given back."""

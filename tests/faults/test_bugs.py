@@ -9,6 +9,7 @@ from structlog.testing import capture_logs
 
 from llmproxy.gateway.proxying.relay import Relay
 from llmproxy.gateway.proxying.sse import StreamTap
+from llmproxy.observe.exit_batch import ExitBatch
 from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, Answer, raw_post, serving
 from tests.faults.rig import receive
 
@@ -50,9 +51,10 @@ async def test_a_bug_while_serving_is_a_500(path: str, monkeypatch: pytest.Monke
 async def test_a_bug_while_recording_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(FAST) as proxy:
         with monkeypatch.context() as patch, capture_logs() as log:
-            patch.setattr("llmproxy.gateway.proxying.handler.log_exit", boom)
+            patch.setattr(proxy.app.handler, "log_lines", ExitBatch(boom))
             received = await receive(proxy, raw_post(HELLO))
-        assert not received.whole or received.status == 200
+            proxy.app.flush_records()
+        assert (received.status, received.whole) == (200, True)
         assert [line["event"] for line in log].count("internal") == 1
         assert proxy.outcomes() == {"completed": 1}, "counted once"
         assert (await proxy.chat()).status == 200

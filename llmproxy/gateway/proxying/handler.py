@@ -37,6 +37,7 @@ from llmproxy.gateway.request.identity import REQUEST_ID_HEADER, request_id
 from llmproxy.gateway.request.parsed_body import ParsedBody
 from llmproxy.gateway.request.prefix_hash import BLOCK_BYTES, ID_BYTES, SALT
 from llmproxy.observe.exit import ExitSink, Split
+from llmproxy.observe.exit_batch import ExitBatch
 from llmproxy.observe.logs import log_exit, log_internal, log_replaced_id
 from llmproxy.observe.trace_context import Sampler, new_span_id
 from llmproxy.scheduling.attempts import Routing, run_attempts
@@ -66,6 +67,7 @@ class RequestHandler:
         self._estimator = estimator
         self._dispatcher = dispatcher
         self._exits = exits
+        self.log_lines = ExitBatch(log_exit)
         self._sampler = sampler
         self._stored = stored
         self._answers = answers
@@ -455,4 +457,4 @@ class RequestHandler:
             completed = context.outcome is Outcome.COMPLETED
             self._answers.finish(context.captured, lease.grant if completed and lease is not None else None)
         self._exits.record(ended)
-        log_exit(ended)
+        self.log_lines.record(ended)

@@ -13,7 +13,7 @@ from llmproxy.config import Config
 from llmproxy.core.domain import Verdict
 from llmproxy.core.shards import DEFAULT
 from llmproxy.gateway.build import Gateway
-from llmproxy.observe.exit import Exits, RequestExit
+from llmproxy.observe.exit import RequestExit
 from llmproxy.remote.cluster import stores
 from llmproxy.remote.cluster.cluster import Cluster
 from llmproxy.remote.cluster.cluster_leasing import ClusterLeasing
@@ -31,10 +31,11 @@ PER_MEMBER_KEYS = frozenset(
 """Keys that may differ between members. They do not affect scheduling."""
 
 
-class _NoMetrics:
-    """Ignores requests that another member relayed, because that member counts them."""
+class _Shown:
+    """Shows requests that another member relayed, and does not count them, because that member counts them."""
 
-    def record(self, ended: RequestExit) -> None: ...
+    def __init__(self, show: Callable[[RequestExit], None]) -> None:
+        self.record = show
 
     def attempted(self, backend: str, verdict: Verdict) -> None: ...
 
@@ -100,7 +101,7 @@ def build_member(
         return protocol.PageResponse(page.call, 503, "", (), b"")
 
     context = SchedulerContext(
-        gateway.rulebook, dispatcher, Exits(_NoMetrics(), show), lambda: None, no_page, lambda _: None,
+        gateway.rulebook, dispatcher, _Shown(show), lambda: None, no_page, lambda _: None,
         lambda response, by: cluster.stored(response, by),
     )  # fmt: skip
     gateway.stored.on_made = leasing.response_stored

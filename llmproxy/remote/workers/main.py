@@ -188,6 +188,7 @@ async def _serve(end: socket.socket) -> int:
             authorities = partial(endpoints.follow_authorities, quiet=True)
             await stack.enter_async_context(background_task(authorities, "follow authorities"))
             await stack.enter_async_context(background_task(worker.report_buffered_bytes, "report buffered bytes"))
+            stack.callback(worker.handler.log_lines.flush)
             stack.push_async_callback(worker.handler.idle.wait)
             opened = [socket.socket(fileno=fd) for fd in start.fds]
             worker.listener = await listen(stack, worker.router, config, ClientTls.from_config(config.tls), opened)

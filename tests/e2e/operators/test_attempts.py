@@ -128,6 +128,7 @@ async def test_the_record_has_the_latest_attempts_alone(
     async with serving_script(busy, retry=retry, queue={"max_wait_s": 60.0}) as (proxy, _):
         monkeypatch.setattr(proxy.app.handler.budget, "take", lambda _: True)
         assert (await proxy.chat(headers={"x-request-id": "r"})).status >= 500
+        await proxy.settled()
         record = ended["r"]
         assert record.routing.attempts == 41
         assert len(record.routing.tried) == ATTEMPTS_MAX

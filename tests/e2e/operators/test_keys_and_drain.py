@@ -240,6 +240,7 @@ async def test_client_of_a_request_is_logged_and_remembered(sent: str, logged: s
     async with serving(FAST, clients={"trusted_proxies": ["127.0.0.1"]}) as proxy:
         headers = {"user-agent": sent, "x-forwarded-for": "203.0.113.9", "x-request-id": "who"}
         assert (await proxy.chat(headers=headers)).status == 200
+        proxy.app.flush_records()
         (line,) = [line for line in log.getvalue().splitlines() if " request " in line]
         assert f" client=203.0.113.9 {logged}" in line
         ended = proxy.app.recorder.recent.find("who")

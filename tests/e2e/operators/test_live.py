@@ -28,6 +28,7 @@ DATA = ("/debug/live", "/debug/history", "/debug/requests", "/debug/config", "/d
 def tick(proxy: ProxyUnderTest) -> None:
     """Let a second pass for the history alone."""
     recorder = proxy.app.recorder
+    proxy.app.flush_records()
     # Beyond the reach of the clock, whose own seconds are of the past then.
     recorder.tick(max(recorder.history.last_s, asyncio.get_running_loop().time() + 3_600.0) + 2.0)
 
