@@ -62,7 +62,7 @@ class BackendState:
     running: int | None = None
     waiting: int | None = None
     kv_used: float | None = None  # 0..1
-    reading_age_s: float | None = None  # Since the reading was requested.
+    reading_age_s: float | None = None  # Since the last scrape began.
     ejected: bool = False
     down: bool = False
     pool: str = ""  # "" before the first model list.
@@ -109,10 +109,10 @@ _BACKEND_GAUGES: tuple[tuple[str, str, Callable[[BackendState], float | None]], 
     ),
     ("backend_ejected", "1 while outlier detection has ejected the backend, half open included.", lambda b: b.ejected),
     ("backend_down", "1 while polls find that the backend does not answer, or is unhealthy.", lambda b: b.down),
-    ("backend_running", "Requests running, by the backend's last reading.", lambda b: b.running),
-    ("backend_waiting", "Requests waiting in the engine, by the backend's last reading.", lambda b: b.waiting),
-    ("backend_kv_used_ratio", "KV-cache in use, 0 to 1, by the backend's last reading.", lambda b: b.kv_used),
-    ("backend_reading_age_seconds", "Time since the last reading was requested.", lambda b: b.reading_age_s),
+    ("backend_running", "Requests running in the engine, by the last scrape.", lambda b: b.running),
+    ("backend_waiting", "Requests waiting in the engine, by the last scrape.", lambda b: b.waiting),
+    ("backend_kv_used_ratio", "KV cache in use, 0 to 1, by the last scrape.", lambda b: b.kv_used),
+    ("backend_reading_age_seconds", "Time since the last scrape of the engine began.", lambda b: b.reading_age_s),
 )
 
 
@@ -160,7 +160,7 @@ def _gauges(state: LiveState) -> Iterator[CounterMetricFamily | GaugeMetricFamil
 _SHARD_GAUGES: tuple[tuple[str, str, Callable[[ShardState], float | None]], ...] = (
     ("leader", "1 at the member that schedules for the cluster.", lambda one: one.leads),
     ("has_leader", "1 while there is a leader that this member can ask.", lambda one: one.led),
-    ("epoch", "The number of the leader's turn, which only rises.", lambda one: one.epoch),
+    ("epoch", "The epoch: the number of the leader's term, which only rises.", lambda one: one.epoch),
     ("members", "Members that the leader knows.", lambda one: one.members),
     ("last_leaderless_seconds", "Time without a leader before the current leader.", lambda one: one.gap_s),
     ("lock_unreachable", "1 while the lock of the cluster cannot be asked.", lambda one: one.lock_away),

@@ -11,8 +11,7 @@ import json
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby, product
-from operator import itemgetter
+from itertools import product
 from typing import Any
 
 from llmproxy.core.domain import GrantReason, Outcome, Predicted, Slo, Trouble, Verdict
@@ -142,38 +141,15 @@ def _choices(node: ast.expr) -> tuple[ast.expr, ...]:
 
 
 def result() -> str:
+    """The types of the result, with the descriptions of their fields. The JSON schema has the type of each field."""
     schema = json.loads((DOCS / "laboratory" / "simulate-result.schema.json").read_bytes())
     parts = {"SimulationResult": schema, **schema["$defs"]}
     del parts["JsonValue"]
-    text = []
-    for name, part in parts.items():
-        fields = ((f"`{field}`", _type(kind)) for field, kind in part["properties"].items())
-        alike = groupby(fields, key=itemgetter(1))
-        text += [
-            f"## {name}",
-            part["description"],
-            "\n".join(f"- {', '.join(field for field, _ in some)}: {kind}" for kind, some in alike),
-        ]
-    return "\n\n".join(text)
-
-
-def _type(kind: dict[str, Any]) -> str:
-    if "anyOf" in kind:
-        return " or ".join(_type(one) for one in kind["anyOf"])
-    if "$ref" in kind:
-        name = kind["$ref"].rpartition("/")[2]
-        if name == "JsonValue":
-            return "any"
-        return f"[{name}](#{name.lower()})"
-    if kind.get("type") == "array":
-        return "list of " + _type(kind.get("items") or kind.get("prefixItems", [{}])[0])
-    if kind.get("type") == "object" and isinstance(kind.get("additionalProperties"), dict):
-        return "mapping to " + _type(kind["additionalProperties"])
-    return str(kind.get("type") or kind.get("const") or "any")
+    return "\n\n".join(f"## {name}\n\n{part['description']}" for name, part in parts.items())
 
 
 def rooms() -> str:
-    """The rooms of `llmproxy/` in the order of the import contract, with the first paragraph of their docstrings."""
+    """The folders of `llmproxy/` in the order of the import contract, with the first paragraph of their docstrings."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     names = [name for layer in contracts[0]["layers"] for name in layer.split(" | ")]
     rows = []
@@ -182,7 +158,7 @@ def rooms() -> str:
         path = file if file.exists() else ROOT / "llmproxy" / name / "__init__.py"
         purpose = ast.get_docstring(ast.parse(path.read_text())) or ""
         rows.append((f"`{name}.py`" if file.exists() else f"`{name}/`", " ".join(purpose.split("\n\n")[0].split())))
-    return table(("room", "purpose"), rows)
+    return table(("folder or file", "purpose"), rows)
 
 
 PARTS: dict[str, Callable[[], str]] = {

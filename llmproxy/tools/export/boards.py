@@ -220,13 +220,13 @@ REPLICAS = Board(
         Panel("In flight and limit", "Requests in flight, and how many the backend runs at once.",
               ((gauge("in_flight_requests", BACKEND, "backend"), "{{backend}}"),
                (gauge("backend_limit", BACKEND, "backend", "max"), "limit {{backend}}"))),
-        Panel("Running in the engine", "By the last reading of the engine's metrics.",
+        Panel("Running in the engine", "By the last scrape of the engine's metrics.",
               ((gauge("backend_running", BACKEND, "backend", "max"), "{{backend}}"),)),
         Panel("Waiting in the engine", "Above 0 for long: the limit is too high, and requests wait in the engine, "
               "which does not reorder them.", ((gauge("backend_waiting", BACKEND, "backend", "max"), "{{backend}}"),)),
         Panel("KV-cache", "Part of the KV-cache in use.",
               ((gauge("backend_kv_used_ratio", BACKEND, "backend", "max"), "{{backend}}"),), "percentunit"),
-        Panel("Age of readings", "Time since the last reading of the engine was requested.",
+        Panel("Age of scrapes", "Time since the last scrape of the engine began.",
               ((gauge("backend_reading_age_seconds", BACKEND, "backend", "max"), "{{backend}}"),), "s"),
         Panel("Saturation by pool", "Mean of the backends of a pool that are available.",
               ((f"avg by (pool) ((llmproxy_backend_saturation{{{BACKEND}}} and on (job, instance, backend) "

@@ -181,7 +181,7 @@ ALERTS = (
     Alert(
         "LlmproxyReadingStale",
         "llmproxy_backend_reading_age_seconds > 15",
-        "2m", "ticket", "The readings of {{ $labels.backend }} are old",
+        "2m", "ticket", "The scraped metrics of {{ $labels.backend }} are old",
         "The engine's metrics were last read {{ $value | humanizeDuration }} ago.",
     ),
     Alert(
