@@ -12,7 +12,6 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
-from typing import Any
 
 from llmproxy.core.domain import GrantReason, Outcome, Predicted, Slo, Trouble, Verdict
 from llmproxy.core.scaling.groups import GroupNeed
