@@ -168,6 +168,7 @@ class ProxyUnderTest:
 
     def outcomes(self) -> Counter[str]:
         """How many requests ended in which outcome."""
+        self.app.flush_records()
         counted: Counter[str] = Counter()
         # The other collectors of the registry read all of the pools and of /proc.
         for family in self.app.metrics.registry.restricted_registry(["llmproxy_requests_total"]).collect():

@@ -77,9 +77,9 @@ async def test_a_backend_that_lies_about_usage_shifts_no_account(lie: str, strea
 
 
 async def test_usage_that_is_not_believed_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[RequestExit] = []
+    monkeypatch.setattr("llmproxy.gateway.proxying.handler.log_exit", ended.append)
     async with serving_script(answering(LIES["10^15"]), **LIMITED) as (proxy, _):
-        ended: list[RequestExit] = []
-        monkeypatch.setattr("llmproxy.gateway.proxying.handler.log_exit", ended.append)
         await proxy.chat(BODY)
         await proxy.settled()
         (request_exit,) = ended
