@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from llmproxy.core.backends.backend import Backend
 from llmproxy.core.backends.outlier_detection import OutlierDetection
@@ -36,76 +36,83 @@ class ChargeObserver(LeaseObserver):
         self.charge = charges.get(settings.fairness_cost)(settings)
         self._room = room
         self._min_shares = min_shares
-        self._notify = faults.notify
+        self._faults = faults
         self._charged: dict[int, float] = {}
         self._carried: dict[int, float] = {}
         self._between: dict[str, float] = {}
         self._credits: dict[int, Mapping[int, float]] = {}
 
     def booked(self, lease: LeaseRecord, now: float) -> None:
-        request, fairness = lease.request, self._room.band(lease.request.band).fairness
-        self._charged[lease.number] = self._carried[lease.number] = self._between.pop(request.id, 0.0)
-        if request.stage is not DECODE:
-            self._notify(fairness.dispatched, request.flow)
-        if not request.stream:
-            # The first token is not visible without a stream, so the grant counts as the start.
-            self._notify(fairness.started, request, now)
-        self._notify(self._charge_by, lease, self.charge.estimate)
-        own = self._own(lease)
+        number, request = lease.number, lease.request
+        fairness = self._room.band(request.band).fairness
+        carried = self._charged[number] = self._carried[number] = self._between.pop(request.id, 0.0)
+        try:
+            if request.stage is not DECODE:
+                fairness.dispatched(request.flow)
+            if not request.stream:
+                # The first token is not visible without a stream, so the grant counts as the start.
+                fairness.started(request, now)
+            self._charge_to(lease, self._prompt(lease) + self.charge.estimate(request))
+        except Exception as fault:  # noqa: BLE001 - a policy may be a plugin
+            self._faults.note(fault)
+        own = self._charged[number] - carried
         if self._min_shares.shares and own > 0.0:
-            self._credits[lease.number] = self._min_shares.granted(request.band, own, self._room.levels())
+            self._credits[number] = self._min_shares.granted(request.band, own, self._room.levels())
 
     def already_charged(self, request: Request, number: int) -> None:
         """Reverts the charge of a lease that was just booked, because the restored balances already include it."""
         fairness = self._room.band(request.band).fairness
-        self._notify(fairness.charge, request.flow, (self._carried[number] - self._charged[number]) / request.weight)
+        more = (self._carried[number] - self._charged[number]) / request.weight
+        self._faults.notify(fairness.charge, request.flow, more)
 
     def started(self, lease: LeaseRecord, event: Started, now: float) -> None:
-        if lease.request.stream and lease.request.stage is not PREFILL:
-            self._notify(self._room.band(lease.request.band).fairness.started, lease.request, now)
+        request = lease.request
+        if request.stream and request.stage is not PREFILL:
+            try:
+                self._room.band(request.band).fairness.started(request, now)
+            except Exception as fault:  # noqa: BLE001 - a policy may be a plugin
+                self._faults.note(fault)
 
     def progress(self, lease: LeaseRecord, event: Progress, now: float) -> None:
-        self._notify(self._charge_so_far, lease, event.output_tokens)
+        try:
+            so_far = self._prompt(lease) + self.charge.so_far(lease.request, event.output_tokens)
+            if so_far > self._charged[lease.number]:
+                self._charge_to(lease, so_far)
+        except Exception as fault:  # noqa: BLE001 - a policy may be a plugin
+            self._faults.note(fault)
 
     def returned(self, lease: LeaseRecord, event: Returned, now: float) -> None:
-        usage, verdict = event.usage, event.verdict
+        number, usage, verdict = lease.number, event.usage, event.verdict
         tokens = None if usage is None else usage.prompt_tokens + usage.output_tokens
-        carried = self._carried[lease.number]
+        carried = self._carried[number]
         # A refused decode stage counts as served, and the whole request follows.
-        if (verdict is not Verdict.SERVED and not tokens) or (lease.request.stage is DECODE and tokens == 0):
-            self._min_shares.undone(self._credits.get(lease.number, {}), self._own(lease))
-            self._notify(self._charge_to, lease, carried)
-        else:
-            if usage is not None:
-                self._notify(self._charge_by, lease, self.charge.final, usage)
-            carried = self._charged[lease.number] if decode_follows(lease, event) else 0.0
+        wasted = (verdict is not Verdict.SERVED and not tokens) or (lease.request.stage is DECODE and tokens == 0)
+        if wasted:
+            self._min_shares.undone(self._credits.get(number, {}), self._charged[number] - carried)
+        try:
+            if wasted:
+                self._charge_to(lease, carried)
+            elif usage is not None:
+                self._charge_to(lease, self._prompt(lease) + self.charge.final(lease.request, usage))
+        except Exception as fault:  # noqa: BLE001 - a policy may be a plugin
+            self._faults.note(fault)
+        if not wasted:
+            carried = self._charged[number] if decode_follows(lease, event) else 0.0
         if carried:
             self._between[lease.request.id] = carried
-        del self._charged[lease.number], self._carried[lease.number]
-        self._credits.pop(lease.number, None)
+        del self._charged[number], self._carried[number]
+        self._credits.pop(number, None)
 
     def ended(self, request: Request) -> None:
         """Refunds the carried charge of a prefill stage if no answer followed."""
         carried = self._between.pop(request.id, 0.0)
         if carried:
             fairness = self._room.band(request.band).fairness
-            self._notify(fairness.charge, request.flow, -carried / request.weight)
-
-    def _own(self, lease: LeaseRecord) -> float:
-        """Returns the charge of the lease itself, without the carried charge."""
-        return self._charged[lease.number] - self._carried[lease.number]
-
-    def _charge_by(self, lease: LeaseRecord, cost: Callable[..., float], *arguments: object) -> None:
-        self._charge_to(lease, self._prompt(lease) + cost(lease.request, *arguments))
+            self._faults.notify(fairness.charge, request.flow, -carried / request.weight)
 
     def _prompt(self, lease: LeaseRecord) -> float:
         """Returns the charge for the prefill on another backend; 0 unless the lease is a decode stage."""
         return self._carried[lease.number] if lease.request.stage is DECODE else 0.0
-
-    def _charge_so_far(self, lease: LeaseRecord, output_tokens: int) -> None:
-        so_far = self._prompt(lease) + self.charge.so_far(lease.request, output_tokens)
-        if so_far > self._charged[lease.number]:
-            self._charge_to(lease, so_far)
 
     def _charge_to(self, lease: LeaseRecord, cost: float) -> None:
         request = lease.request
@@ -128,6 +135,8 @@ class ReservationObserver(LeaseObserver):
     A reservation begins with the grant of the prefill stage and ends with the grant of the decode stage, or with the
     request.
     """
+
+    only_stages = True
 
     def __init__(self) -> None:
         # Request id -> (decode backend, reserved sequences, name of the prefill backend).
@@ -165,6 +174,8 @@ class TransferObserver(LeaseObserver):
     The blocks are pinned from the end of the prefill until the decode stage starts or fails, at most for the KV lease.
     """
 
+    only_stages = True
+
     def __init__(self, placement: StagedPlacement) -> None:
         self._placement = placement
 
@@ -184,20 +195,22 @@ class TransferObserver(LeaseObserver):
         if arrived or event.verdict is Verdict.TRANSFER_FAILED:
             self._placement.transferred(first.name, now, arrived=arrived)
 
+    def process_gone(self, backend: str) -> None:
+        self._placement.forget_transfers(backend)
+
 
 class LimitObserver(LeaseObserver):
     """Counts leases and their tokens under usage limits."""
+
+    only_limited = True
 
     def __init__(self, limits: UsageLimits) -> None:
         self._limits = limits
 
     def booked(self, lease: LeaseRecord, now: float) -> None:
-        if lease.request.limits:
-            self._limits.booked(lease.request)
+        self._limits.booked(lease.request)
 
     def returned(self, lease: LeaseRecord, event: Returned, now: float) -> None:
-        if not lease.request.limits:
-            return
         used_tokens = None
         if event.usage is not None:
             used_tokens = event.usage.prompt_tokens + event.usage.output_tokens
@@ -215,22 +228,31 @@ class PlacementObserver(LeaseObserver):
 
     def __init__(self, placement: Placement, faults: Faults) -> None:
         self._placement = placement
-        self._notify = faults.notify
+        self._faults = faults
 
     def booked(self, lease: LeaseRecord, now: float) -> None:
-        self._notify(self._placement.booked, lease.number, lease.request, lease.placed, now)
-
-    def recomputing(self, lease: LeaseRecord, event: Recomputing, now: float) -> None:
-        self._notify(self._placement.recomputing, lease.number)
+        try:
+            self._placement.booked(lease.number, lease.request, lease.placed, now)
+        except Exception as fault:  # noqa: BLE001 - a placement may be a plugin
+            self._faults.note(fault)
 
     def started(self, lease: LeaseRecord, event: Started, now: float) -> None:
-        self._notify(self._placement.started, lease.number, now)
+        try:
+            self._placement.started(lease.number, now)
+        except Exception as fault:  # noqa: BLE001 - a placement may be a plugin
+            self._faults.note(fault)
 
     def returned(self, lease: LeaseRecord, event: Returned, now: float) -> None:
-        self._notify(self._placement.finished, lease.number, event.verdict, event.usage, now)
+        try:
+            self._placement.finished(lease.number, event.verdict, event.usage, now)
+        except Exception as fault:  # noqa: BLE001 - a placement may be a plugin
+            self._faults.note(fault)
+
+    def recomputing(self, lease: LeaseRecord, event: Recomputing, now: float) -> None:
+        self._faults.notify(self._placement.recomputing, lease.number)
 
     def process_gone(self, backend: str) -> None:
-        self._notify(self._placement.lost, backend)
+        self._faults.notify(self._placement.lost, backend)
 
 
 class BlameObserver(LeaseObserver):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
 
 from msgspec import Struct
 
 from llmproxy.core.backends.backend import Backend
-from llmproxy.core.domain import Placed, Request, Revoke, Verdict
+from llmproxy.core.domain import WHOLE, Placed, Request, Revoke, Verdict
 from llmproxy.core.lease_events import Committed, LeaseEvent, Progress, Recomputing, Returned, Started
 
 
@@ -30,6 +31,11 @@ class LeaseRecord(Struct, eq=False):
 
 class LeaseObserver:
     """Observes the leases of one pool. A subclass overrides the methods that it needs."""
+
+    only_stages = False
+    """Whether the observer gets no leases of whole requests."""
+    only_limited = False
+    """Whether the observer gets no leases of requests without usage limits."""
 
     def booked(self, lease: LeaseRecord, now: float) -> None:
         """The lease was granted."""
@@ -67,6 +73,13 @@ METHODS: Mapping[type[LeaseEvent], Callable[..., None]] = {
 """The method of an observer for each event."""
 
 
+class _Observers(NamedTuple):
+    """The methods to call for one kind of lease."""
+
+    booked: list[Callable[[LeaseRecord, float], None]]
+    events: dict[type[LeaseEvent], list[Callable[[LeaseRecord, Any, float], None]]]
+
+
 class Leases:
     """The open leases of one pool. Passes each event of a lease to its backend and to the observers.
 
@@ -76,8 +89,12 @@ class Leases:
 
     def __init__(self, serial: Iterator[int], observers: Sequence[LeaseObserver]) -> None:
         self._serial = serial
-        self._observers = {event: _overriding(observers, method) for event, method in METHODS.items()}
-        self._on_booked = _overriding(observers, LeaseObserver.booked)
+        # (whole request, no usage limits) -> the observers of such a lease.
+        self._observers: dict[tuple[bool, bool], _Observers] = {}
+        for whole, unlimited in product((False, True), repeat=2):
+            called = [one for one in observers if not ((one.only_stages and whole) or (one.only_limited and unlimited))]
+            events = {event: _overriding(called, method) for event, method in METHODS.items()}
+            self._observers[whole, unlimited] = _Observers(_overriding(called, LeaseObserver.booked), events)
         self._on_excuses = _overriding(observers, LeaseObserver.excuses)
         self._on_process_gone = _overriding(observers, LeaseObserver.process_gone)
         self._open: dict[int, LeaseRecord] = {}
@@ -156,13 +173,14 @@ class Leases:
         lease = self._open[number] = LeaseRecord(
             number, request, placed, backend, now, guaranteed, cold, answers_on, prefilled_on
         )
-        for booked in self._on_booked:
+        for booked in self._observers[request.stage is WHOLE, not request.limits].booked:
             booked(lease, now)
         return number
 
     def apply(self, event: LeaseEvent, now: float) -> None:
         """Applies an event of an open lease. `Returned` closes the lease."""
         lease = self._open[event.lease]
+        request = lease.request
         match event:
             # The cases are tried in this order: the frequent ones come first.
             case Progress() | Committed():
@@ -176,9 +194,9 @@ class Leases:
                 lease.backend.release(number, verdict, now, excused=excused)
             case Recomputing():
                 if lease.prefilled_on is not None:
-                    lease.prefilled_on.unpin_kv(lease.request.id)
+                    lease.prefilled_on.unpin_kv(request.id)
                     lease.prefilled_on = None
-        for observe in self._observers[type(event)]:
+        for observe in self._observers[request.stage is WHOLE, not request.limits].events[type(event)]:
             observe(lease, event, now)
 
     def check(self) -> None:

@@ -125,7 +125,7 @@ class Scheduler:
                 OutlierObserver(self._backends.outliers),
                 LimitObserver(limits),
                 self._preemption,
-                PlacementObserver(placement, self.faults),
+                PlacementObserver(placement.observer, self.faults),
                 self.charges,
                 FirstTokenObserver(self._first_token),
                 *observers,
@@ -232,12 +232,12 @@ class Scheduler:
         """Notes the blocks of the prompt and the answer of an ended lease as cached on `backend`."""
         # A process that is gone has no cache.
         if self.leases.is_on_current_process(lease, backend):
-            self.faults.notify(self._placement.cached, backend, hashes)
+            self.faults.notify(self._placement.observer.cached, backend, hashes)
 
     def restore_prefix(self, backend: str, hashes: Sequence[int]) -> None:
         """Notes blocks that another proxy process knows as cached on `backend`."""
         if backend in self._backends.by_name:
-            self.faults.notify(self._placement.cached, backend, hashes)
+            self.faults.notify(self._placement.observer.cached, backend, hashes)
 
     def ended(self, request: Request, met: bool | None, now: float) -> None:
         """Notes the end of a request. `met`: whether its objective was met; None without an objective."""

@@ -105,7 +105,8 @@ def test_an_observer_is_called_for_the_events_that_it_overrides() -> None:
 
     backend = Backend("a", SETTINGS.capacity, SETTINGS.health)
     leases = Leases(count(1), [LeaseObserver(), Starts()])
-    assert (len(leases._observers[Started]), leases._observers[Progress]) == (1, [])
+    events = leases._observers[True, True].events
+    assert (len(events[Started]), events[Progress]) == (1, [])
     lease = leases.book(request(), Placed("a", 0.0, (), 1), backend, 0.0)
     leases.apply(Progress(lease, 5), 1.0)
     leases.apply(Started(lease), 1.0)

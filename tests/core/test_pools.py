@@ -240,7 +240,7 @@ def test_a_backend_that_changes_its_model_moves_and_its_leases_run_on(monkeypatc
     one = pools({"a": 4}, TIGHT)
     lost: list[str] = []
     # The old pool's placement forgets the backend.
-    monkeypatch.setattr(one.schedulers["base"]._placement, "lost", lost.append)
+    monkeypatch.setattr(one.schedulers["base"]._placement.observer, "lost", lost.append)
     one.submit(request(), 0.0)
     grant = only_grant(one, 0.0)
     one.listed("a", listing(base="new"))
@@ -320,7 +320,7 @@ def test_a_policy_that_raises_leaves_every_account_settled(
     one = pools({"a": 2}, settings)
     scheduler = one.schedulers["base"]
     hearing = {
-        "placement": scheduler._placement,
+        "placement": scheduler._placement.observer,
         "fairness": scheduler._room.band(DEFAULT).fairness,
         "charge": scheduler.charges.charge,
     }

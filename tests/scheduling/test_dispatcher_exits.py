@@ -82,7 +82,7 @@ async def test_a_policy_that_always_raises_is_logged_once_a_second() -> None:
         raise ValueError("a plugin's bug")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(one.pools.schedulers["base"]._placement, "started", faulty)
+        patch.setattr(one.pools.schedulers["base"]._placement.observer, "started", faulty)
         for _ in range(100):
             async with one.admit(request()) as lease:
                 lease.apply(Started(lease.grant.lease), now())

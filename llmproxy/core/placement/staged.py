@@ -21,8 +21,6 @@ from llmproxy.core.domain import (
     Role,
     Slo,
     Stage,
-    Usage,
-    Verdict,
 )
 from llmproxy.core.placement.policy import Placement, Quote
 from llmproxy.core.settings import Disaggregation, Splitting
@@ -80,6 +78,8 @@ class StagedPlacement(Placement):
 
     def __init__(self, inner: Placement, settings: Disaggregation) -> None:
         self.inner = inner
+        # The placement that gets the events of leases.
+        self.observer = inner
         self.settings = settings
         # Whether the pool has a backend of role `prefill` or `decode`.
         self._split_up = True
@@ -175,32 +175,17 @@ class StagedPlacement(Placement):
             pause_s = min(PAUSE_S * 2.0 ** min(failures - FAILURES_MAX, 10), PAUSE_MAX_S)
             self._paused_until_s[backend] = now + pause_s
 
+    def forget_transfers(self, backend: str) -> None:
+        """The process behind `backend` is gone, so its failed transfers say nothing about the next one."""
+        self._failures.pop(backend, None)
+        self._paused_until_s.pop(backend, None)
+
     # --- forwarded to the other placement -----------------------------------------------------------------------------
 
     def quote(
         self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
     ) -> Quote | None:
         return self.inner.quote(request, views, ceiling, excluded, now)
-
-    def booked(self, lease: int, request: Request, placed: Placed, now: float) -> None:
-        self.inner.booked(lease, request, placed, now)
-
-    def recomputing(self, lease: int) -> None:
-        self.inner.recomputing(lease)
-
-    def started(self, lease: int, now: float) -> None:
-        self.inner.started(lease, now)
-
-    def finished(self, lease: int, verdict: Verdict, usage: Usage | None, now: float) -> None:
-        self.inner.finished(lease, verdict, usage, now)
-
-    def cached(self, backend: str, hashes: Sequence[int]) -> None:
-        self.inner.cached(backend, hashes)
-
-    def lost(self, backend: str) -> None:
-        self._failures.pop(backend, None)
-        self._paused_until_s.pop(backend, None)
-        self.inner.lost(backend)
 
     def ready(self, views: Sequence[View], band: int, ceiling: float, now: float) -> list[View]:
         return self.inner.ready(views, band, ceiling, now)

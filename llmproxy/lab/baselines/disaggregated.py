@@ -49,6 +49,7 @@ class SplitRouter(StagedPlacement):
 
     def __init__(self, prefill: Placement, decode: Placement, known: KnownCaches, splits: Splits) -> None:
         super().__init__(decode, settings_of(Config()).disaggregation)
+        self.observer = self
         self._prefill = prefill
         self._known = known
         self._splits = splits
