@@ -54,9 +54,9 @@ from llmproxy.observe.metrics import BackendState, LiveState, Metrics, QueueStat
 from llmproxy.observe.trace_context import Sampler
 from llmproxy.remote.cluster.build import build_member, config_hash
 from llmproxy.remote.cluster.cluster import Cluster
-from llmproxy.remote.cluster.cluster_leasing import ClusterLeasing
+from llmproxy.remote.cluster.leasing import ClusterLeasing
 from llmproxy.remote.cluster.pages import MemberPages, bounded, cluster_status
-from llmproxy.remote.workers.page import answer_page
+from llmproxy.remote.pages import answer_page
 from llmproxy.remote.workers.supervisor import WorkerSupervisor
 from llmproxy.scheduling.dispatcher import Dispatcher
 from llmproxy.scheduling.shared_limits import SharedLimits

@@ -6,18 +6,18 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from llmproxy.core.shards import DEFAULT
 from llmproxy.lab.run.proxy import LabProxy
 from llmproxy.observe import logs
+from llmproxy.remote import messages
 from llmproxy.remote.cluster.cluster import Cluster
-from llmproxy.remote.cluster.cluster_leasing import ClusterLeasing
 from llmproxy.remote.cluster.election import Leadership
-from llmproxy.remote.cluster.member_session import MemberCallbacks
-from llmproxy.remote.cluster.protocol import PROTOCOL, Drained, Hello, Learned
-from llmproxy.remote.workers import protocol
-from llmproxy.remote.workers.session import SchedulerContext
+from llmproxy.remote.cluster.hand_over import MemberCallbacks
+from llmproxy.remote.cluster.leasing import ClusterLeasing
+from llmproxy.remote.messages import PROTOCOL, Drained, Hello, Learned
+from llmproxy.remote.server import Services
 from llmproxy.scheduling.valkey import StoreError
 
 LOCK_S = 4.0
@@ -173,10 +173,7 @@ class LabCluster:
 
     def _member(self, name: str, proxy: LabProxy, network: VirtualNetwork) -> Cluster:
         proxy.leasing = leasing = ClusterLeasing(proxy.dispatcher, proxy.pools.backends)
-        # Only sessions of workers use these fields, and there are none without HTTP.
-        context = SchedulerContext(
-            cast(Any, None), proxy.dispatcher, cast(Any, None), lambda: None, _no_page, lambda _: None, lambda *_: None
-        )
+        services = Services(proxy.dispatcher, _no_page, lambda _: None, lambda *_: None)
         pools = proxy.pools
 
         def restore(known: Learned, told_s: float) -> None:
@@ -190,7 +187,7 @@ class LabCluster:
         )  # fmt: skip
         me = Hello(PROTOCOL, "", name, "0", "", "", 0)
         return Cluster(
-            me, LOCK_S, {DEFAULT: self._lock}, proxy.dispatcher, leasing, context, lambda _: shared, network
+            me, LOCK_S, {DEFAULT: self._lock}, proxy.dispatcher, leasing, services, lambda _: shared, network
         )  # fmt: skip
 
     async def start(self) -> None:
@@ -220,5 +217,5 @@ class LabCluster:
             await member.cluster.close()
 
 
-async def _no_page(page: protocol.PageRequest) -> protocol.PageResponse:
-    return protocol.PageResponse(page.call, 404, "", (), b"")
+async def _no_page(page: messages.PageRequest) -> messages.PageResponse:
+    return messages.PageResponse(page.call, 404, "", (), b"")

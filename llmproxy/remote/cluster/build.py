@@ -10,18 +10,16 @@ from math import inf
 from llmproxy import __version__
 from llmproxy.backends.registry import BackendRegistry
 from llmproxy.config import Config
-from llmproxy.core.domain import Verdict
 from llmproxy.core.shards import DEFAULT
 from llmproxy.gateway.build import Gateway
 from llmproxy.observe.exit import RequestExit
 from llmproxy.remote.cluster import stores
 from llmproxy.remote.cluster.cluster import Cluster
-from llmproxy.remote.cluster.cluster_leasing import ClusterLeasing
-from llmproxy.remote.cluster.member_session import MemberCallbacks
+from llmproxy.remote.cluster.hand_over import MemberCallbacks
+from llmproxy.remote.cluster.leasing import ClusterLeasing
 from llmproxy.remote.cluster.network import TcpNetwork
-from llmproxy.remote.cluster.protocol import PROTOCOL, Drained, Hello, Learned
-from llmproxy.remote.workers import protocol
-from llmproxy.remote.workers.session import SchedulerContext
+from llmproxy.remote.messages import PROTOCOL, Drained, Hello, Learned, PageRequest, PageResponse, ResponseStored
+from llmproxy.remote.server import Services
 from llmproxy.scheduling.dispatcher import Dispatcher
 
 PER_MEMBER_KEYS = frozenset(
@@ -29,17 +27,6 @@ PER_MEMBER_KEYS = frozenset(
      "state_file", "tracing", "reload", "workers"}
 )  # fmt: skip
 """Keys that may differ between members. They do not affect scheduling."""
-
-
-class _Shown:
-    """Shows requests that another member relayed, and does not count them, because that member counts them."""
-
-    def __init__(self, show: Callable[[RequestExit], None]) -> None:
-        self.record = show
-
-    def attempted(self, backend: str, verdict: Verdict) -> None: ...
-
-    def log_lines_lost(self, lines: int) -> None: ...
 
 
 def build_member(
@@ -57,16 +44,16 @@ def build_member(
     locks = {name: stores.open_lock_store(chosen, config.discovery.kubernetes_api, name) for name in pools.shards.names}
     me = Hello(PROTOCOL, __version__, chosen.member or socket.gethostname(), incarnation, "", config_hash(config), 0)
 
-    def record_stored(response: protocol.ResponseStored) -> protocol.ResponseStored:
+    def record_stored(response: ResponseStored) -> ResponseStored:
         gateway.stored.note(response.response_id, response.backend, response.tenant)
-        return protocol.ResponseStored(response.response_id, *gateway.stored.made_by[response.response_id])
+        return ResponseStored(response.response_id, *gateway.stored.made_by[response.response_id])
 
-    def record_owner(response: protocol.ResponseStored) -> None:
+    def record_owner(response: ResponseStored) -> None:
         gateway.stored.note(response.response_id, response.backend, response.tenant, authoritative=True)
 
-    def stored_responses() -> Iterator[protocol.ResponseStored]:
+    def stored_responses() -> Iterator[ResponseStored]:
         for response_id, (backend, tenant) in gateway.stored.made_by.items():
-            yield protocol.ResponseStored(response_id, backend, tenant)
+            yield ResponseStored(response_id, backend, tenant)
 
     def callbacks(shard: str) -> MemberCallbacks:
         def drained() -> Drained:
@@ -94,16 +81,13 @@ def build_member(
             pools.scaling.restore(state.capacities, received_s)
 
         # Only the leader of the default shard announces stored responses.
-        announced: Callable[[], Iterable[protocol.ResponseStored]] = stored_responses if shard == DEFAULT else tuple
+        announced: Callable[[], Iterable[ResponseStored]] = stored_responses if shard == DEFAULT else tuple
         return MemberCallbacks(record_stored, record_owner, announced, drained, apply_drained, learned, restore_learned)
 
-    async def no_page(page: protocol.PageRequest) -> protocol.PageResponse:
-        return protocol.PageResponse(page.call, 503, "", (), b"")
+    async def no_page(page: PageRequest) -> PageResponse:
+        return PageResponse(page.call, 503, "", (), b"")
 
-    context = SchedulerContext(
-        gateway.rulebook, dispatcher, _Shown(show), lambda: None, no_page, lambda _: None,
-        lambda response, by: cluster.stored(response, by),
-    )  # fmt: skip
+    services = Services(dispatcher, no_page, show, lambda response, by: cluster.stored(response, by))
     gateway.stored.on_made = leasing.response_stored
     cluster = Cluster(
         me,
@@ -111,7 +95,7 @@ def build_member(
         locks,
         dispatcher,
         leasing,
-        context,
+        services,
         callbacks,
         TcpNetwork(chosen),
         inf if chosen.standalone_after_s is None else chosen.standalone_after_s,

@@ -14,16 +14,18 @@ from msgspec.structs import replace
 from llmproxy.core.shards import DEFAULT
 from llmproxy.lifecycle.background import spawned, supervised
 from llmproxy.observe.metrics import ShardState
-from llmproxy.remote.cluster.channel import HELLO_BYTES_MAX, MemberChannel
-from llmproxy.remote.cluster.cluster_leasing import ClusterLeasing
+from llmproxy.remote import messages
+from llmproxy.remote.client import Calls
+from llmproxy.remote.cluster.compatibility import FROM_MEMBER
 from llmproxy.remote.cluster.election import EPOCH_MAX, SEEK_S, LockStore
-from llmproxy.remote.cluster.member_session import MemberCallbacks, MemberSession
+from llmproxy.remote.cluster.hand_over import MemberCallbacks
+from llmproxy.remote.cluster.leasing import ClusterLeasing
 from llmproxy.remote.cluster.network import Network
-from llmproxy.remote.cluster.protocol import FROM_MEMBER, PROTOCOL, FromMember, Hello, NotLeader, Ping
+from llmproxy.remote.cluster.sessions import MemberSession
 from llmproxy.remote.cluster.shard import Shard
-from llmproxy.remote.workers import protocol
-from llmproxy.remote.workers.remote import Calls
-from llmproxy.remote.workers.session import SchedulerContext
+from llmproxy.remote.link import Link
+from llmproxy.remote.messages import PROTOCOL, FromMember, Hello, NotLeader, Ping
+from llmproxy.remote.server import LeaseServer, Page, Services
 from llmproxy.scheduling.dispatcher import Dispatcher
 
 MEMBERS_MAX = 256
@@ -39,7 +41,6 @@ BALANCE_S = 5.0
 STAYS_S = 60.0
 """How long after a hand-over this member does not hand over the same shard again."""
 
-Page = Callable[[protocol.PageRequest], Awaitable[protocol.PageResponse]]
 _log = structlog.get_logger()
 
 
@@ -48,7 +49,7 @@ class Cluster:
 
     def __init__(
         self, me: Hello, lock_s: float, stores: Mapping[str, LockStore], dispatcher: Dispatcher,
-        leasing: ClusterLeasing, context: SchedulerContext, callbacks: Callable[[str], MemberCallbacks],
+        leasing: ClusterLeasing, services: Services, callbacks: Callable[[str], MemberCallbacks],
         network: Network, standalone_after_s: float = inf,
     ) -> None:  # fmt: skip
         """`stores` has the lock of each shard. `callbacks` returns the callbacks of a shard."""
@@ -56,7 +57,7 @@ class Cluster:
         self.leasing = leasing
         self.network = network
         self._pools = dispatcher.pools
-        self._context = context
+        self._services = services
         self.shards = {
             name: Shard(
                 name,
@@ -106,10 +107,10 @@ class Cluster:
         Raises:
             OSError, ConfigError: The address cannot be used.
         """
-        self.me = replace(self.me, address=await self.network.listen(lambda: IncomingConnection(self).channel))
-        context = replace_field(self._context, page=page)
+        self.me = replace(self.me, address=await self.network.listen(lambda: IncomingConnection(self).link))
+        services = replace_field(self._services, page=page)
         for shard in self.shards.values():
-            shard.start(context, campaign=known is None)
+            shard.start(services, campaign=known is None)
         if known is not None:
             self._tasks.append(spawned(self._campaign(known), "campaign"))
         if len(self.shards) > 1:
@@ -140,9 +141,9 @@ class Cluster:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(shard.close() for shard in self.shards.values()))
         for connection in [*self.incoming]:
-            connection.channel.close()
+            connection.link.close()
 
-    def stored(self, stored: protocol.ResponseStored, by: object) -> None:
+    def stored(self, stored: messages.ResponseStored, by: LeaseServer) -> None:
         """See `MemberSessions.stored`. Does nothing unless this member leads the default shard."""
         if self.default.sessions is not None:
             self.default.sessions.stored(stored, by)
@@ -206,17 +207,15 @@ class IncomingConnection:
         self._cluster = cluster
         self._session: MemberSession | None = None
         self._refused = False
-        self.channel: MemberChannel[FromMember] = MemberChannel(
-            FROM_MEMBER, self._handle, self._lost, HELLO_BYTES_MAX, self._broken
-        )
+        self.link: Link[FromMember] = Link(FROM_MEMBER, self._handle, self._lost, local=False, on_broken=self._broken)
         cluster.incoming.add(self)
 
     def _handle(self, message: FromMember) -> None:
         if self._session is not None:
-            if self._session.is_attached_to(self.channel):
-                self._session.handle(message)
+            if self._session.server.link is self.link:
+                self._session.server.handle(message)
             else:
-                self.channel.abort()
+                self.link.abort()
         elif self._refused:
             pass
         elif isinstance(message, Hello):
@@ -233,7 +232,7 @@ class IncomingConnection:
         other = members.get(hello.name)
         if hello.protocol != PROTOCOL:
             self._refuse(f"it speaks version {hello.protocol} of the protocol, and not {PROTOCOL}")
-        elif not cluster.network.trusts(self.channel.transport):
+        elif not cluster.network.trusts(self.link.transport):
             self._refuse("its certificate holds another name")
         elif not 0 <= hello.epoch <= CLAIMED_EPOCH_MAX:
             self._refuse("it claims a leader epoch that no election can have reached")
@@ -247,12 +246,12 @@ class IncomingConnection:
         elif len(members) >= MEMBERS_MAX and other is None:
             self._refuse(f"there are {MEMBERS_MAX} members")
         else:
-            self.channel.identified()
-            cluster.network.identified(self.channel.transport)
-            self._session = shard.join(hello, self.channel)
+            self.link.identified()
+            cluster.network.identified(self.link.transport)
+            self._session = shard.join(hello, self.link)
 
     def _refuse(self, why: str) -> None:
-        peer, refused = self.channel.peer, self._cluster.refused
+        peer, refused = self.link.peer, self._cluster.refused
         host = str(peer[0]) if isinstance(peer, tuple) else ""
         # The peer retries several times a second.
         if refused.get(host) != why:
@@ -264,8 +263,8 @@ class IncomingConnection:
 
     def _end(self, why: str) -> None:
         self._refused = True
-        self.channel.send(NotLeader(why))
-        self.channel.close()
+        self.link.send(NotLeader(why))
+        self.link.close()
 
     def _broken(self, why: str) -> None:
         # The peer is not identified and may send anything: log its address once, and none of its bytes.
@@ -275,4 +274,4 @@ class IncomingConnection:
     def _lost(self) -> None:
         self._cluster.incoming.discard(self)
         if self._session is not None:
-            self._session.detach(self.channel)
+            self._session.detach(self.link)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.rate_limits import RateName
-from llmproxy.remote.cluster.member_session import MemberCallbacks
-from llmproxy.remote.cluster.protocol import Balances, Learned, RateDebts
-from llmproxy.remote.workers.protocol import Message
+from llmproxy.remote.messages import Balances, Drained, Learned, Message, RateDebts, ResponseStored
 
 ANNOUNCE_S = 1.0
 """Interval of announcing balances of flows and debts of rate limits."""
@@ -24,6 +23,26 @@ RATES_KNOWN_MAX = 50_000
 """The number of rate limits that a member remembers. Older limits count as unused under the next leader."""
 SAME_S = 0.001
 """Debts that end less than this apart are equal: the difference is rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberCallbacks:
+    """Callbacks for the state of one shard that members share, except for leases."""
+
+    record_stored: Callable[[ResponseStored], ResponseStored]
+    """As leader: records a stored response of a member. Returns the valid owner: the first report wins."""
+    record_owner: Callable[[ResponseStored], object]
+    """As follower: records the owner that the leader announces."""
+    stored_responses: Callable[[], Iterable[ResponseStored]]
+    """Returns all known stored responses, oldest first."""
+    drained: Callable[[], Drained]
+    """Returns the backends that an operator has drained."""
+    apply_drained: Callable[[Drained], None]
+    """Drains and undrains backends as the leader announces."""
+    learned: Callable[[], Learned]
+    """Returns the learned limits and capacities."""
+    restore_learned: Callable[[Learned, float], None]
+    """Loads announced limits and capacities, with the loop time at which they were received."""
 
 
 class HandOver:

@@ -15,11 +15,11 @@ from llmproxy.gateway.admin.debug import page_response, refusal
 from llmproxy.gateway.admin.scale import SCALE
 from llmproxy.gateway.pages import READY, OwnPages, check_method, not_ready
 from llmproxy.gateway.proxying.rules import Rulebook
-from llmproxy.remote.cluster.cluster import Cluster, Page
+from llmproxy.remote.cluster.cluster import Cluster
 from llmproxy.remote.cluster.shard import Shard
-from llmproxy.remote.workers import protocol
-from llmproxy.remote.workers.page import PASSED_ON
-from llmproxy.remote.workers.remote import RemotePages
+from llmproxy.remote.messages import PageRequest, PageResponse
+from llmproxy.remote.pages import PASSED_ON, RemotePages
+from llmproxy.remote.server import Page
 
 PATH = "/admin/cluster"
 POOL = "pool"
@@ -37,12 +37,12 @@ DIFFER = "Members disagree about the leader for this page, and have forwarded th
 def bounded(page: Page) -> Page:
     """Wraps a page handler: an answer that does not fit into a frame becomes 502."""
 
-    async def answer(asked: protocol.PageRequest) -> protocol.PageResponse:
+    async def answer(asked: PageRequest) -> PageResponse:
         answered = await page(asked)
         if len(answered.body) <= PAGE_BYTES_MAX:
             return answered
         why = b"This page is too long to forward. Ask the leader itself."
-        return protocol.PageResponse(asked.call, 502, "Bad Gateway", (("content-type", "text/plain"),), why)
+        return PageResponse(asked.call, 502, "Bad Gateway", (("content-type", "text/plain"),), why)
 
     return answer
 
@@ -194,8 +194,8 @@ def _status(cluster: Cluster, shard: Shard) -> dict[str, Any]:
                 "version": session.hello.version,
                 "same_config": session.hello.config == cluster.me.config,
                 "connected": session.connected,
-                "requests": session.open_requests,
-                "leases": session.leases,
+                "requests": session.server.open_requests,
+                "leases": session.server.leases,
             }
             for name, session in sorted(shard.sessions.by_name.items())
         ]

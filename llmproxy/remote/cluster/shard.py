@@ -3,40 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 from math import inf
 from typing import Protocol
 
 import structlog
 from msgspec.structs import replace
 
-from llmproxy.core.domain import Refused
 from llmproxy.lifecycle.background import spawned, supervised
 from llmproxy.observe.metrics import ShardState
-from llmproxy.remote.cluster.channel import LocalChannel, Sender
+from llmproxy.remote import messages
+from llmproxy.remote.client import Calls
 from llmproxy.remote.cluster.election import SEEK_S, Election, Leadership, LockStore
-from llmproxy.remote.cluster.hand_over import HandOver
-from llmproxy.remote.cluster.leader_client import LeaderClient
-from llmproxy.remote.cluster.leader_link import LeaderLink
-from llmproxy.remote.cluster.member_session import MemberCallbacks, MemberSession
-from llmproxy.remote.cluster.member_sessions import MemberSessions
+from llmproxy.remote.cluster.hand_over import HandOver, MemberCallbacks
+from llmproxy.remote.cluster.leasing import LeaderClient, LeaderConnection
 from llmproxy.remote.cluster.network import Network
-from llmproxy.remote.cluster.protocol import (
+from llmproxy.remote.cluster.sessions import MemberSession, MemberSessions
+from llmproxy.remote.cluster.standalone_mode import StandaloneMode
+from llmproxy.remote.link import LocalLink, Sender
+from llmproxy.remote.messages import (
     Balances,
     Drained,
     Hello,
     Learned,
     Members,
+    Message,
     NotLeader,
     RateDebts,
     ToMember,
     Welcome,
 )
-from llmproxy.remote.cluster.standalone_mode import StandaloneMode
-from llmproxy.remote.workers import protocol
-from llmproxy.remote.workers.protocol import Message
-from llmproxy.remote.workers.remote import Calls
-from llmproxy.remote.workers.session import SchedulerContext
+from llmproxy.remote.server import Services
 from llmproxy.scheduling.dispatcher import Dispatcher
 
 RESUME_WAIT_S = 0.3
@@ -102,13 +98,13 @@ class Shard:
         self._resume_timer: asyncio.TimerHandle | None = None
         """Set while a new leader waits for members to report."""
         self._leader_lost_s = self._loop.time()
-        self._link: LeaderLink | None = None
-        self._linking: asyncio.Task[None] | None = None
-        self._linking_to: Leadership | None = None
+        self._connection: LeaderConnection | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self._connecting_to: Leadership | None = None
         self._unreachable: tuple[str, str] | None = None
         self._resigned = False
         self._tasks: list[asyncio.Task[None]] = []
-        self._context: SchedulerContext | None = None
+        self._services: Services | None = None
         self._election: Election | None = None
         self._hand_over = HandOver(dispatcher.pools, callbacks, name)
         leader_client.calls = lambda: self.calls
@@ -128,9 +124,9 @@ class Shard:
 
     # --- start and end ------------------------------------------------------------------------------------------------
 
-    def start(self, context: SchedulerContext, *, campaign: bool) -> None:
+    def start(self, services: Services, *, campaign: bool) -> None:
         """Join the election. Without `campaign`, the member only follows until the method `campaign` is called."""
-        self._context = context
+        self._services = services
         me = self._process.me
         self._election = Election(
             self._store, self._process.id, me.address, self._lock_s, self, self._set_lock_error, campaign=campaign
@@ -150,8 +146,8 @@ class Shard:
         """Send a new Hello to the leader, because its content has changed."""
         if self.sessions is not None:
             self.sessions.by_name[self._me.name].hello = self._me
-        if self._link is not None:
-            self._link.channel.send(self._me)
+        if self._connection is not None:
+            self._connection.link.send(self._me)
 
     @property
     def has_leader(self) -> bool:
@@ -215,12 +211,12 @@ class Shard:
         self._standalone.end()
         if self.is_leader:
             self._stop_leading("the leader ends")
-        if self._linking is not None:
-            self._linking.cancel()
-            await asyncio.gather(self._linking, return_exceptions=True)
-        if (link := self._link) is not None:
-            self._unlink(link)
-            link.channel.close()
+        if self._connecting is not None:
+            self._connecting.cancel()
+            await asyncio.gather(self._connecting, return_exceptions=True)
+        if (connection := self._connection) is not None:
+            self._disconnect(connection)
+            connection.link.close()
         await self._store.close()
 
     async def _watch(self) -> None:
@@ -237,9 +233,9 @@ class Shard:
                 self.leader_client.refuse_waiting(self._refusing_from_s)
                 # Only a member that has had a leader knows the number of members.
                 if self.members and self._loop.time() >= self._leader_lost_s + self._standalone_after_s:
-                    assert self._context is not None
+                    assert self._services is not None
                     without_leader_s = self._loop.time() - self._leader_lost_s
-                    self._standalone.begin(self._context, self._me, len(self.members), without_leader_s)
+                    self._standalone.begin(self._services, self._me, len(self.members), without_leader_s)
                     self._hand_over.restore(self._loop.time())
 
     def state(self) -> ShardState:
@@ -269,34 +265,34 @@ class Shard:
             self._stop_leading("another member leads" if leadership else "its lock was not renewed, or is given up")
         if leadership is None or leadership.holder == self._process.id:
             return
-        if self._link is not None and self._link.leadership == leadership:
+        if self._connection is not None and self._connection.leadership == leadership:
             return
-        if self._linking is not None and not self._linking.done():
-            if self._linking_to == leadership:
+        if self._connecting is not None and not self._connecting.done():
+            if self._connecting_to == leadership:
                 return
-            self._linking.cancel()
-        self._linking_to = leadership
-        self._linking = spawned(self._connect(leadership), "connect")
+            self._connecting.cancel()
+        self._connecting_to = leadership
+        self._connecting = spawned(self._connect(leadership), "connect")
 
     def _begin_to_lead(self, epoch: int) -> None:
         self._standalone.end()
-        if self._link is not None:
-            self._link.channel.abort()
-            self._unlink(self._link)
+        if self._connection is not None:
+            self._connection.link.abort()
+            self._disconnect(self._connection)
         self.epoch = epoch
         self.leadership = Leadership(self._process.id, self._me.address, epoch)
         self._expected = frozenset(self.members)
-        assert self._context is not None
+        assert self._services is not None
         self.sessions = MemberSessions(
-            lambda: self._me, self._context, self._callbacks, self._hand_over, self._log, self._resumed
+            lambda: self._me, self._services, self._callbacks, self._hand_over, self._log, self._resumed
         )
         self._resume_timer = self._loop.call_later(RESUME_WAIT_S, self._start_deciding)
         gap_s = self._note_new_leader()
         expected = len(self._expected)
         self._log.info("cluster_leads", epoch=epoch, without_leader_s=gap_s, settle_s=RESUME_WAIT_S, expected=expected)
-        ours = LocalChannel(self._handle_as_member)
+        ours = LocalLink(self._handle_as_member)
         session = self.join(self._me, ours)
-        self.leader_client.attach(LocalChannel(session.handle))
+        self.leader_client.follow(LocalLink(session.server.handle))
 
     def _stop_leading(self, why: str) -> None:
         self._log.warning("cluster_stepped_down", epoch=self.epoch, why=why)
@@ -351,72 +347,71 @@ class Shard:
 
     async def _connect(self, leadership: Leadership) -> None:
         """Connect to a leader. Its Welcome then makes this member follow it."""
-        link = LeaderLink(leadership, self.handle, self.lost)
+        connection = LeaderConnection(leadership, self.handle, self.lost)
         try:
-            why = await link.open(self._process.network, self._me)
+            why = await connection.open(self._process.network, self._me)
         finally:
-            if self._link is not link:
-                link.channel.abort()
+            if self._connection is not connection:
+                connection.link.abort()
         if why is not None and (leadership.holder, why) != self._unreachable:
             self._log.warning(
                 "cluster_leader_unreachable", leader=leadership.holder, address=leadership.address, error=why
             )
             self._unreachable = leadership.holder, why
 
-    def welcomed(self, link: LeaderLink, welcome: Welcome) -> None:
+    def welcomed(self, connection: LeaderConnection, welcome: Welcome) -> None:
         """Follow a leader that has welcomed this member."""
         if welcome.epoch < self.epoch or self.is_leader:
             # A former leader that has not noticed its successor yet.
-            link.set_refusal("another member leads by now")
+            connection.set_refusal("another member leads by now")
             return
-        if self._link is not None and self._link is not link:
-            self._link.channel.abort()
-            self._unlink(self._link)
-        self._link, self.epoch, self.leadership = link, welcome.epoch, link.leadership
+        if self._connection is not None and self._connection is not connection:
+            self._connection.link.abort()
+            self._disconnect(self._connection)
+        self._connection, self.epoch, self.leadership = connection, welcome.epoch, connection.leadership
         self._unreachable = None
-        link.set_refusal(None)
+        connection.set_refusal(None)
         self._standalone.end()
         self._log.info(
             "cluster_follows", epoch=welcome.epoch, without_leader_s=self._note_new_leader(), leader=welcome.name
         )
         if welcome.config != self._me.config:
             self._log.warning("cluster_config_differs", member=welcome.name, version=welcome.version)
-        self.leader_client.attach(link.channel)
+        self.leader_client.follow(connection.link)
         # The Hello may have changed while connecting.
         self.send_hello()
 
-    def _unlink(self, link: LeaderLink) -> None:
-        link.calls.lost()
-        self.leader_client.detach(link.channel)
-        if self._link is link:
-            self._link, self._leader_lost_s = None, self._loop.time()
+    def _disconnect(self, connection: LeaderConnection) -> None:
+        connection.calls.lost()
+        self.leader_client.detach(connection.link)
+        if self._connection is connection:
+            self._connection, self._leader_lost_s = None, self._loop.time()
 
-    def lost(self, link: LeaderLink, why: str) -> None:
+    def lost(self, connection: LeaderConnection, why: str) -> None:
         """Look for a new leader: the connection ended, or the leader has stopped leading."""
-        link.set_refusal(why)
-        if self._link is link:
-            self._log.warning("cluster_leader_lost", leader=link.leadership.holder, epoch=self.epoch, why=why)
-            self._unlink(link)
+        connection.set_refusal(why)
+        if self._connection is connection:
+            self._log.warning("cluster_leader_lost", leader=connection.leadership.holder, epoch=self.epoch, why=why)
+            self._disconnect(connection)
             assert self._election is not None
             self._election.check_soon()
 
     @property
     def calls(self) -> Calls | None:
         """Makes calls to the leader that need no lease. None unless a leader in another process is connected."""
-        return None if self._link is None else self._link.calls
+        return None if self._connection is None else self._connection.calls
 
     async def caught_up(self) -> None:
         """Wait for all messages that the leader has sent so far. They arrive before the answer to this call."""
-        if self._link is not None:
-            with suppress(Refused):
-                await self._link.calls.answer(lambda call: protocol.Resolve(call, None, 0.0, 0))
+        if self._connection is not None:
+            await self._connection.calls.caught_up()
 
     def _handle_as_member(self, message: Message) -> None:
         """Handle a message of the leader, local or remote."""
         match message:
-            case protocol.LeaseGranted() | protocol.CallRefused() | protocol.LeaseCut():
+            case messages.LeaseGranted() | messages.CallRefused() | messages.LeaseCut():
                 self.leader_client.handle(message)
-            case protocol.ResponseStored():
+            case messages.ResponseStored():
                 self._callbacks.record_owner(message)
             case Members(names):
                 self.members = names
@@ -427,19 +422,19 @@ class Shard:
             case _:
                 pass
 
-    def handle(self, link: LeaderLink, message: ToMember) -> None:
+    def handle(self, connection: LeaderConnection, message: ToMember) -> None:
         """Handle a message of a leader in another process."""
         match message:
             case Welcome():
-                self.welcomed(link, message)
+                self.welcomed(connection, message)
             case NotLeader(why):
-                self.lost(link, why)
-                link.channel.abort()
-            case protocol.PageResponse() | protocol.NameResolved():
-                link.calls.answered(message)
-            case protocol.CallRefused(call) if call < 0:
-                link.calls.answered(message)
-            case _ if link is self._link:
+                self.lost(connection, why)
+                connection.link.abort()
+            case messages.PageResponse() | messages.NameResolved():
+                connection.calls.answered(message)
+            case messages.CallRefused(call) if call < 0:
+                connection.calls.answered(message)
+            case _ if connection is self._connection:
                 self._handle_as_member(message)
             case _:
                 pass

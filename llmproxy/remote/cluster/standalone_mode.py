@@ -9,12 +9,12 @@ from math import inf
 
 import structlog
 
-from llmproxy.remote.cluster.channel import LocalChannel
-from llmproxy.remote.cluster.leader_client import UNSENT_MAX, LeaderClient
-from llmproxy.remote.cluster.member_session import MemberSession
-from llmproxy.remote.cluster.protocol import FromMember, Hello
-from llmproxy.remote.workers import protocol
-from llmproxy.remote.workers.session import SchedulerContext
+from llmproxy.remote.client import UNSENT_MAX
+from llmproxy.remote.cluster.leasing import LeaderClient
+from llmproxy.remote.cluster.sessions import MemberSession
+from llmproxy.remote.link import LocalLink
+from llmproxy.remote.messages import FromMember, Hello, ResponseStored
+from llmproxy.remote.server import Services
 from llmproxy.scheduling.dispatcher import Dispatcher
 
 _log = structlog.get_logger()
@@ -29,25 +29,25 @@ class StandaloneMode:
         self._shard = shard
         self._log = _log.bind(pool=shard) if shard else _log
         self._session: MemberSession | None = None
-        self._stored: deque[protocol.ResponseStored] = deque(maxlen=UNSENT_MAX)
+        self._stored: deque[ResponseStored] = deque(maxlen=UNSENT_MAX)
         """Stored responses to report to the next leader."""
         self.limit_divisor = 0
         """0 while inactive, else the last known number of members. Every limit is divided by it."""
 
-    def begin(self, context: SchedulerContext, me: Hello, limit_divisor: int, without_leader_s: float) -> None:
+    def begin(self, services: Services, me: Hello, limit_divisor: int, without_leader_s: float) -> None:
         """Enter standalone mode."""
         self.limit_divisor = limit_divisor
         self._log.warning("cluster_standalone_began", parts=limit_divisor, without_leader_s=round(without_leader_s, 3))
         self._dispatcher.pools.split_limits(limit_divisor, _now(), self._shard)
-        session = self._session = MemberSession(context, me, lambda: None)
-        session.attach(LocalChannel(self._leader_client.handle))
-        self._leader_client.attach(LocalChannel(partial(self._handle, session)))
+        session = self._session = MemberSession(services, me, lambda: None)
+        session.attach(LocalLink(self._leader_client.handle))
+        self._leader_client.follow(LocalLink(partial(self._handle, session)))
         self._dispatcher.decide_until(inf, self._shard)
 
     def _handle(self, session: MemberSession, message: FromMember) -> None:
-        if isinstance(message, protocol.ResponseStored):
+        if isinstance(message, ResponseStored):
             self._stored.append(message)
-        session.handle(message)
+        session.server.handle(message)
 
     def end(self) -> None:
         """Leave standalone mode, because there is a leader or this process ends.

@@ -29,9 +29,11 @@ from llmproxy.lifecycle import GC_THRESHOLDS
 from llmproxy.lifecycle.background import background_task, spawned
 from llmproxy.lifecycle.descriptors import clients_of_process, connections_max
 from llmproxy.observe import logs
-from llmproxy.remote.workers import protocol
-from llmproxy.remote.workers.channel import TO_WORKER, Channel
-from llmproxy.remote.workers.remote import Calls, RemoteDispatcher, RemoteEstimator, RemoteExits, RemotePages
+from llmproxy.remote import messages
+from llmproxy.remote.client import Calls
+from llmproxy.remote.link import TO_WORKER, Link
+from llmproxy.remote.pages import RemotePages
+from llmproxy.remote.workers.leasing import RemoteEstimator, RemoteExits, WorkerLeasing
 from llmproxy.upstream.client import HttpUpstream
 from llmproxy.upstream.endpoints import Endpoints
 from llmproxy.upstream.port import Upstream
@@ -42,33 +44,33 @@ BODY_BYTES_REPORT_S = 1.0
 _log = structlog.get_logger()
 
 
-class _SchedulerLink:
+class _Scheduler:
     """The connection to the scheduler. It queues messages until the worker can handle them."""
 
     def __init__(self) -> None:
         self.over = asyncio.Event()
         """Set when the worker must end: it received `StopWorker`, or the scheduler is gone."""
         self.lost = asyncio.Event()
-        self.started: asyncio.Future[tuple[protocol.WorkerStart, Config]] = asyncio.get_running_loop().create_future()
-        self.channel: Channel[protocol.ToWorker] = Channel(TO_WORKER, self._handle_or_queue, self._lost)
-        self._early: list[protocol.ToWorker] = []
-        self._start: protocol.WorkerStart | None = None
-        self._handle: Callable[[protocol.ToWorker], None] | None = None
+        self.started: asyncio.Future[tuple[messages.WorkerStart, Config]] = asyncio.get_running_loop().create_future()
+        self.link: Link[messages.ToWorker] = Link(TO_WORKER, self._handle_or_queue, self._lost, local=True)
+        self._early: list[messages.ToWorker] = []
+        self._start: messages.WorkerStart | None = None
+        self._handle: Callable[[messages.ToWorker], None] | None = None
         self._on_lost: Callable[[], None] = lambda: None
 
-    def handle_by(self, handle: Callable[[protocol.ToWorker], None], on_lost: Callable[[], None]) -> None:
+    def handle_by(self, handle: Callable[[messages.ToWorker], None], on_lost: Callable[[], None]) -> None:
         """Pass the queued and all further messages to `handle`. `on_lost` is called when the connection ends."""
         self._handle, self._on_lost = handle, on_lost
         for message in self._early:
             handle(message)
         self._early.clear()
 
-    def _handle_or_queue(self, message: protocol.ToWorker) -> None:
-        if isinstance(message, protocol.StopWorker):
+    def _handle_or_queue(self, message: messages.ToWorker) -> None:
+        if isinstance(message, messages.StopWorker):
             self.over.set()
-        elif isinstance(message, protocol.WorkerStart):
+        elif isinstance(message, messages.WorkerStart):
             self._start = message
-        elif isinstance(message, protocol.NewConfig) and self._start is not None and not self.started.done():
+        elif isinstance(message, messages.NewConfig) and self._start is not None and not self.started.done():
             self.started.set_result((self._start, pickle.loads(message.config)))
         elif self._handle is None:
             self._early.append(message)
@@ -86,53 +88,55 @@ class _Worker:
     """The gateway of a worker, controlled by messages of the scheduler."""
 
     def __init__(
-        self, name: str, config: Config, channel: Channel[protocol.ToWorker], upstream: Upstream, endpoints: Endpoints
+        self, name: str, config: Config, link: Link[messages.ToWorker], upstream: Upstream, endpoints: Endpoints
     ) -> None:
-        self._channel = channel
-        self._calls = Calls(channel)
-        self._dispatcher = RemoteDispatcher(channel, self._calls)
-        self._estimator = RemoteEstimator(channel)
+        self._link = link
+        self._calls = Calls(link)
         self._endpoints = endpoints
         self._backends: dict[str, BackendConfig] = {}
+        self._leasing = WorkerLeasing(link, self._calls, self._backends)
+        self._estimator = RemoteEstimator(link)
         gateway = self._gateway = Gateway.build(
-            config, self._backends, upstream, self._dispatcher, self._estimator, RemoteExits(channel),
+            config, self._backends, upstream, self._leasing, self._estimator, RemoteExits(link),
             ids=f"{name}-",
         )  # fmt: skip
-        gateway.stored.on_made = self._dispatcher.response_stored
-        gateway.stored.catch_up = self._dispatcher.caught_up
+        gateway.stored.on_made = self._leasing.response_stored
+        gateway.stored.catch_up = self._calls.caught_up
         self.handler = gateway.handler
         pages = RemotePages(self._calls, gateway.rulebook)
         self.router = gateway.router(pages, ClientLimits(clients_of_process(config)))
         self.listener: Listener | None = None
         self._waiting_idle: asyncio.Task[None] | None = None
 
-    def handle(self, message: protocol.ToWorker) -> None:
+    def handle(self, message: messages.ToWorker) -> None:
         match message:
-            case protocol.LeaseGranted() | protocol.CallRefused() | protocol.NameResolved() | protocol.PageResponse():
+            case messages.LeaseGranted() | messages.LeaseCut():
+                self._leasing.handle(message)
+            case messages.CallRefused(call) if call > 0:
+                self._leasing.handle(message)
+            case messages.CallRefused() | messages.NameResolved() | messages.PageResponse():
                 self._calls.answered(message)
-            case protocol.LeaseCut():
-                self._dispatcher.cut(message)
-            case protocol.LearnedEstimates(models):
+            case messages.LearnedEstimates(models):
                 for model, estimate in models.items():
                     self._estimator.take(model, estimate)
-            case protocol.ResponseStored(response_id, backend, tenant):
+            case messages.ResponseStored(response_id, backend, tenant):
                 self._gateway.stored.note(response_id, backend, tenant, authoritative=True)
-            case protocol.KnownBackends():
+            case messages.KnownBackends():
                 self._set_backends(message)
-            case protocol.NewConfig(config):
+            case messages.NewConfig(config):
                 self._gateway.reconfigure(pickle.loads(config))
-            case protocol.ShutdownState():
+            case messages.ShutdownState():
                 self._shut_down(message)
             case _:
                 raise NotImplementedError(type(message).__name__)
 
     def lost(self) -> None:
         """Refuse all calls, because the scheduler is gone."""
-        self._dispatcher.lost()
+        self._leasing.lost()
 
-    def _set_backends(self, known: protocol.KnownBackends) -> None:
+    def _set_backends(self, known: messages.KnownBackends) -> None:
         """Replace all backends and names."""
-        self._dispatcher.set_names(known)
+        self._leasing.set_names(known)
         backends: tuple[BackendConfig, ...] = pickle.loads(known.backends)
         self._backends.clear()
         self._backends.update((backend.name, backend) for backend in backends)
@@ -141,8 +145,8 @@ class _Worker:
         except ConfigError as error:
             _log.error("backend_not_trusted", problems=list(error.problems))
 
-    def _shut_down(self, state: protocol.ShutdownState) -> None:
-        self._dispatcher.shutdown = state
+    def _shut_down(self, state: messages.ShutdownState) -> None:
+        self._leasing.draining, self._leasing.granting = state.draining, state.granting
         if state.leaving:
             self.handler.begin_shutdown(replaced=state.replaced)
         if state.draining or state.closed:
@@ -156,35 +160,35 @@ class _Worker:
         while True:
             await asyncio.sleep(BODY_BYTES_REPORT_S)
             if (buffered := self.handler.bodies.buffered_bytes) != reported:
-                self._channel.send(protocol.BufferedBytes(buffered))
+                self._link.send(messages.BufferedBytes(buffered))
                 reported = buffered
 
-    async def _wait_idle(self, state: protocol.ShutdownState) -> None:
+    async def _wait_idle(self, state: messages.ShutdownState) -> None:
         if self.listener is not None and state.closed:
             await self.listener.close()
         if self.listener is not None and state.replaced and not state.draining:
             await self.listener.wait_closed()
         else:
             await self.handler.idle.wait()
-        self._channel.send(protocol.WorkerIdle())
+        self._link.send(messages.WorkerIdle())
 
 
 async def _serve(end: socket.socket) -> int:
-    link = _SchedulerLink()
-    await asyncio.get_running_loop().create_unix_connection(lambda: link.channel, sock=end)
+    scheduler = _Scheduler()
+    await asyncio.get_running_loop().create_unix_connection(lambda: scheduler.link, sock=end)
     try:
-        start, config = await link.started
+        start, config = await scheduler.started
     except asyncio.CancelledError:
         return 1
     logs.configure(config.log_format, config.log_level)
     try:
         async with AsyncExitStack() as stack:
-            stack.push_async_callback(_close_link, link)
+            stack.push_async_callback(_close_link, scheduler)
             endpoints = Endpoints()
             stack.push_async_callback(endpoints.close)
             upstream = await stack.enter_async_context(HttpUpstream(endpoints, connections_max()))
-            worker = _Worker(start.name, config, link.channel, upstream, endpoints)
-            link.handle_by(worker.handle, worker.lost)
+            worker = _Worker(start.name, config, scheduler.link, upstream, endpoints)
+            scheduler.handle_by(worker.handle, worker.lost)
             authorities = partial(endpoints.follow_authorities, quiet=True)
             await stack.enter_async_context(background_task(authorities, "follow authorities"))
             await stack.enter_async_context(background_task(worker.report_buffered_bytes, "report buffered bytes"))
@@ -195,22 +199,22 @@ async def _serve(end: socket.socket) -> int:
             stack.callback(worker.handler.cut)
             gc.freeze()
             gc.set_threshold(*GC_THRESHOLDS)
-            link.channel.send(protocol.Listening(worker.listener.url))
-            await link.over.wait()
-            if link.lost.is_set():
+            scheduler.link.send(messages.Listening(worker.listener.url))
+            await scheduler.over.wait()
+            if scheduler.lost.is_set():
                 _log.error("scheduler_lost", requests=worker.handler.open_requests, hint="this worker ends")
     except ConfigError as error:
         for problem in error.problems:
             _log.error("cannot_start", problem=problem)
         return 2
-    return int(link.lost.is_set())
+    return int(scheduler.lost.is_set())
 
 
-async def _close_link(link: _SchedulerLink) -> None:
+async def _close_link(scheduler: _Scheduler) -> None:
     """Send the queued messages, and close the connection."""
-    if not link.lost.is_set():
-        link.channel.close()
-        await link.lost.wait()
+    if not scheduler.lost.is_set():
+        scheduler.link.close()
+        await scheduler.lost.wait()
 
 
 def main() -> None:

@@ -24,8 +24,9 @@ from llmproxy.core.pools import Pools
 from llmproxy.gateway.build import Gateway
 from llmproxy.lifecycle.background import supervised
 from llmproxy.observe.metrics import Metrics
-from llmproxy.remote.workers import protocol
-from llmproxy.remote.workers.session import SchedulerContext, WorkerSession
+from llmproxy.remote import messages
+from llmproxy.remote.server import LeaseServer, Services
+from llmproxy.remote.workers.session import WorkerSession, WorkerSinks
 from llmproxy.scheduling.dispatcher import Dispatcher
 
 START_MAX_S = 60.0
@@ -50,7 +51,7 @@ class WorkerSupervisor:
         dispatcher: Dispatcher,
         backends: Mapping[str, BackendConfig],
         metrics: Metrics,
-        page: Callable[[protocol.PageRequest], Coroutine[Any, Any, protocol.PageResponse]],
+        page: Callable[[messages.PageRequest], Coroutine[Any, Any, messages.PageResponse]],
         socket_activated: bool,
     ) -> None:
         """
@@ -66,10 +67,8 @@ class WorkerSupervisor:
         self._metrics = metrics
         self.socket_activated = socket_activated
         self.url = ""
-        self._context = SchedulerContext(
-            gateway.rulebook, dispatcher, gateway.exits, self.update_workers, page, self._learned,
-            self._response_stored,
-        )  # fmt: skip
+        self._services = Services(dispatcher, page, gateway.exits.record, self._response_stored, self.update_workers)
+        self._sinks = WorkerSinks(gateway.rulebook, gateway.exits, self._pools.estimator, self._learned)
         self._loop = asyncio.get_running_loop()
         self._sessions: dict[int, WorkerSession] = {}
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -78,7 +77,7 @@ class WorkerSupervisor:
         self._serial = 0
         self._leaving = self._replaced = self._closed = self._ending = False
         self._changes = False
-        self._shutdown = protocol.ShutdownState()
+        self._shutdown = messages.ShutdownState()
         self._known: tuple[list[BackendConfig], int] = [], -1
         self._sent_backends = self._backends_now()
         self._learned_models: set[str] = set()
@@ -101,24 +100,24 @@ class WorkerSupervisor:
 
     async def _begin(self, slot: int) -> None:
         self._serial += 1
-        session = WorkerSession(self._context)
+        session = WorkerSession(self._services, self._sinks)
         ours, theirs = socket.socketpair()
         with theirs:
-            await self._loop.create_unix_connection(lambda: session.channel, sock=ours)
+            await self._loop.create_unix_connection(lambda: session.link, sock=ours)
             try:
                 process = _started(theirs, self._sockets[slot])
             except OSError:
-                session.channel.abort()
+                session.link.abort()
                 raise
         self._sessions[slot], self._processes[slot] = session, process
         self.update_workers()
-        session.send(protocol.WorkerStart(f"w{self._serial}", tuple(one.fileno() for one in self._sockets[slot])))
-        session.send(self._config_now())
-        session.send(self._sent_backends)
-        session.send(protocol.LearnedEstimates(dict(self._pools.estimator.models)))
+        session.link.send(messages.WorkerStart(f"w{self._serial}", tuple(one.fileno() for one in self._sockets[slot])))
+        session.link.send(self._config_now())
+        session.link.send(self._sent_backends)
+        session.link.send(messages.LearnedEstimates(dict(self._pools.estimator.models)))
         for response_id, (backend, tenant) in self._stored.made_by.items():
-            session.send(protocol.ResponseStored(response_id, backend, tenant))
-        session.send(self._shutdown)
+            session.link.send(messages.ResponseStored(response_id, backend, tenant))
+        session.link.send(self._shutdown)
 
     async def _restart(self, slot: int) -> None:
         """Restart the worker of one slot whenever it ends, until the proxy shuts down."""
@@ -146,14 +145,14 @@ class WorkerSupervisor:
         """Cut all remaining requests, and end all workers."""
         self._ending = True
         for session in self._sessions.values():
-            session.send(protocol.StopWorker())
+            session.link.send(messages.StopWorker())
         try:
             async with asyncio.timeout(STOP_MAX_S):
                 for session in self._sessions.values():
                     await session.gone.wait()
         except TimeoutError:
             for session in self._sessions.values():
-                session.channel.abort()
+                session.link.abort()
         for task in self._restarters:
             task.cancel()
         await asyncio.gather(*self._restarters, return_exceptions=True)
@@ -173,7 +172,7 @@ class WorkerSupervisor:
         if not self._changes:
             return
         self._changes = False
-        state = protocol.ShutdownState(
+        state = messages.ShutdownState(
             self._leaving, self._replaced, self._closed, self._dispatcher.draining, self._dispatcher.granting
         )  # fmt: skip
         if state != self._shutdown:
@@ -184,7 +183,7 @@ class WorkerSupervisor:
             self._sent_backends = self._backends_now()
             self._send_all(self._sent_backends)
 
-    def _backends_now(self) -> protocol.KnownBackends:
+    def _backends_now(self) -> messages.KnownBackends:
         catalogue = self._pools.catalogue
         backends = [*self._backends.values()]
         self._known = backends, catalogue.revision
@@ -192,14 +191,14 @@ class WorkerSupervisor:
             unnamed = catalogue.resolve(None)
         except Refused:
             unnamed = None
-        return protocol.KnownBackends(pickle.dumps(tuple(backends)), dict(catalogue.targets), unnamed)
+        return messages.KnownBackends(pickle.dumps(tuple(backends)), dict(catalogue.targets), unnamed)
 
     def reconfigure(self) -> None:
         """Send the current configuration to all workers."""
         self._send_all(self._config_now())
 
-    def _config_now(self) -> protocol.NewConfig:
-        return protocol.NewConfig(pickle.dumps(self._rulebook.current.config))
+    def _config_now(self) -> messages.NewConfig:
+        return messages.NewConfig(pickle.dumps(self._rulebook.current.config))
 
     def _learned(self, model: str) -> None:
         if not self._learned_models:
@@ -209,21 +208,21 @@ class WorkerSupervisor:
     def _send_estimates(self) -> None:
         models = self._pools.estimator.models
         self._send_all(
-            protocol.LearnedEstimates({model: models[model] for model in self._learned_models if model in models})
+            messages.LearnedEstimates({model: models[model] for model in self._learned_models if model in models})
         )
         self._learned_models.clear()
 
-    def _response_stored(self, stored: protocol.ResponseStored, by: WorkerSession) -> None:
+    def _response_stored(self, stored: messages.ResponseStored, by: LeaseServer) -> None:
         if not self._stored.note(stored.response_id, stored.backend, stored.tenant):
-            by.send(protocol.ResponseStored(stored.response_id, *self._stored.made_by[stored.response_id]))
+            by.send(messages.ResponseStored(stored.response_id, *self._stored.made_by[stored.response_id]))
             return
         for session in self._sessions.values():
-            if session is not by:
-                session.send(stored)
+            if session.server is not by:
+                session.link.send(stored)
 
-    def _send_all(self, message: protocol.Message) -> None:
+    def _send_all(self, message: messages.Message) -> None:
         for session in self._sessions.values():
-            session.send(message)
+            session.link.send(message)
 
     # --- shutdown -----------------------------------------------------------------------------------------------------
 
@@ -232,7 +231,8 @@ class WorkerSupervisor:
         """Open requests. A worker that shuts down but is not idle counts as one request if none is known here."""
         shuts_down = self._shutdown.draining or self._shutdown.closed
         return sum(
-            session.open_requests or (shuts_down and not session.idle.is_set()) for session in self._sessions.values()
+            session.server.open_requests or (shuts_down and not session.idle.is_set())
+            for session in self._sessions.values()
         )
 
     @property

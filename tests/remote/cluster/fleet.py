@@ -18,7 +18,7 @@ from llmproxy.lab.simulator.replica import Replica, ReplicaOptions
 from llmproxy.remote.cluster import stores
 from llmproxy.remote.cluster.cluster import Cluster
 from llmproxy.remote.cluster.election import Leadership
-from llmproxy.remote.cluster.member_session import MemberSession
+from llmproxy.remote.cluster.sessions import MemberSession
 from llmproxy.remote.cluster.shard import Shard
 from llmproxy.scheduling.valkey import StoreError
 from tests.e2e.leftovers import nothing_left
@@ -96,7 +96,7 @@ class Members(list[ProxyUnderTest]):
             assert (leasing.waiting, leasing.running) == (0, 0)
             for pool in cluster_of(one).shards:
                 for session in sessions_of(one, pool).values():
-                    assert (session.open_requests, session.leases) == (0, 0)
+                    assert (session.server.open_requests, session.server.leases) == (0, 0)
 
 
 def cluster_of(member: ProxyUnderTest) -> Cluster:

@@ -9,11 +9,11 @@ import pytest
 
 from llmproxy.core.domain import Outcome, Verdict
 from llmproxy.core.lease_events import Progress, Started
-from llmproxy.remote.cluster.channel import SILENCE_S
-from llmproxy.remote.cluster.leader_client import NO_LEADER_RETRY_S, UNSENT_MAX
-from llmproxy.remote.cluster.member_session import GRACE_S
+from llmproxy.remote import messages
+from llmproxy.remote.client import NO_LEADER_RETRY_S, UNSENT_MAX
+from llmproxy.remote.cluster.sessions import GRACE_S
 from llmproxy.remote.cluster.shard import WITHOUT_LEADER_S
-from llmproxy.remote.workers import protocol
+from llmproxy.remote.link import SILENCE_S
 from tests.core.make import request
 from tests.dispatching import now, turns, virtual
 from tests.remote.cluster.elections import LOCK_S
@@ -78,7 +78,7 @@ async def test_a_grant_that_a_lost_member_did_not_hear_is_free_for_others() -> N
         found.cut(deaf, leader)
         await holder.done()
         await asyncio.sleep(1.0)
-        assert leader.sessions[deaf.name].leases == 1
+        assert leader.sessions[deaf.name].server.leases == 1
         assert later.holds() is None
         await asyncio.sleep(SILENCE_S)
         assert not leader.sessions[deaf.name].connected
@@ -108,7 +108,7 @@ async def test_lease_reported_late_stays_over_the_next_cut() -> None:
         found.cut(one, leader)
         await asyncio.sleep(SILENCE_S + 2.0)
         assert not leader.sessions[one.name].connected
-        assert session.leases == 1
+        assert session.server.leases == 1
 
 
 @virtual
@@ -169,7 +169,7 @@ async def test_messages_lost_with_a_connection_do_not_hold_a_lease_for_ever() ->
         await asyncio.sleep(2.0)
         session = leader.sessions[one.name]
         assert session.connected
-        assert (session.leases, session.open_requests) == (0, 0)
+        assert (session.server.leases, session.server.open_requests) == (0, 0)
 
 
 @virtual
@@ -182,8 +182,8 @@ async def test_a_cut_that_could_not_be_said_is_said_again() -> None:
         cuts: list[float] = []
         client.lease.on_cut = lambda: cuts.append(now())
         found.cut(one, leader)
-        [(lease, _)] = leader.sessions[one.name]._leases.values()
-        lease.cut(revoked=True)
+        [lent] = leader.sessions[one.name].server._lent.values()
+        lent.lease.cut(revoked=True)
         await asyncio.sleep(5.0)
         assert not cuts
         found.heal()
@@ -375,8 +375,9 @@ async def test_a_grant_by_a_leader_of_the_past_is_ignored() -> None:
         assert one.shard.is_leader or one.link is not link
         [call] = one.leader_client._waiting
         session = found.leader.sessions[old.name]
-        [(lease, _)] = session._leases.values()
-        late = protocol.LeaseGranted(call, call, client.request.stage, lease.grant.placed, 0.0, 0, lease.grant.why, 0.0)
+        [lent] = session.server._lent.values()
+        grant = lent.lease.grant
+        late = messages.LeaseGranted(call, client.request.stage, grant.placed, 0.0, 0, grant.why, 0.0)
         one.shard.handle(link, late)
         assert client.lease is None
         await seat.done()
@@ -509,9 +510,9 @@ async def test_answers_for_unknown_calls_are_ignored() -> None:
         await asyncio.sleep(SOON_S)
         [run] = leader_client._runs.values()
         grant: Any = run.lease.grant
-        leader_client.handle(protocol.LeaseGranted(99, 99, grant.request.stage, grant.placed, 0.0, 0, grant.why, 0.0))
-        leader_client.handle(protocol.CallRefused(98, Outcome.EXPIRED, "", None))
-        leader_client.handle(protocol.LeaseCut(97, revoked=True))
+        leader_client.handle(messages.LeaseGranted(99, grant.request.stage, grant.placed, 0.0, 0, grant.why, 0.0))
+        leader_client.handle(messages.CallRefused(98, Outcome.EXPIRED, "", None))
+        leader_client.handle(messages.LeaseCut(97, revoked=True))
         await turns()
         assert leader_client.running == 1
         assert client.holds() == "a"
@@ -525,7 +526,7 @@ async def test_a_grant_that_comes_twice_in_one_turn_is_one() -> None:
         await asyncio.sleep(SOON_S)
         assert seat.lease is not None
         [call], grant = one.leader_client._waiting, seat.lease.grant
-        granted = protocol.LeaseGranted(call, call, client.request.stage, grant.placed, 0.0, 0, grant.why, 0.0)
+        granted = messages.LeaseGranted(call, client.request.stage, grant.placed, 0.0, 0, grant.why, 0.0)
         for _ in range(2):
             one.leader_client.handle(granted)
         await turns()

@@ -10,17 +10,18 @@ from structlog.testing import capture_logs
 
 from llmproxy.core.domain import AdmissionKind, KnownCapacity, KnownLimit, Outcome, Refused
 from llmproxy.core.lease_events import Progress, Returned, Started
-from llmproxy.remote.cluster import cluster, leader_link
-from llmproxy.remote.cluster.channel import FRAME_BYTES_MAX, HELLO_BYTES_MAX, SILENCE_S, UNSENT_BYTES_MAX, MemberChannel
+from llmproxy.remote import messages
+from llmproxy.remote.cluster import cluster, leasing
 from llmproxy.remote.cluster.cluster import CLAIMED_EPOCH_MAX
+from llmproxy.remote.cluster.compatibility import TO_MEMBER
 from llmproxy.remote.cluster.election import SEEK_S
 from llmproxy.remote.cluster.hand_over import LEARNED_S
-from llmproxy.remote.cluster.member_session import MemberSession
-from llmproxy.remote.cluster.member_sessions import MemberSessions
 from llmproxy.remote.cluster.pages import PAGE_BYTES_MAX, cluster_status
-from llmproxy.remote.cluster.protocol import (
+from llmproxy.remote.cluster.sessions import MemberSession, MemberSessions
+from llmproxy.remote.cluster.shard import RESUME_WAIT_S
+from llmproxy.remote.link import FRAME_BYTES_MAX, HELLO_BYTES_MAX, SILENCE_S, UNSENT_BYTES_MAX, Link, frame
+from llmproxy.remote.messages import (
     PROTOCOL,
-    TO_MEMBER,
     Hello,
     Learned,
     NotLeader,
@@ -30,9 +31,6 @@ from llmproxy.remote.cluster.protocol import (
     Welcome,
     relative_to,
 )
-from llmproxy.remote.cluster.shard import RESUME_WAIT_S
-from llmproxy.remote.workers import protocol
-from llmproxy.remote.workers.channel import frame
 from llmproxy.scheduling.dispatcher import Dispatcher
 from tests.core.make import request
 from tests.dispatching import virtual
@@ -47,8 +45,8 @@ class Stranger:
         self.name = name
         self.heard: list[Any] = []
         self.lost = False
-        self.channel: MemberChannel[Any] = MemberChannel(TO_MEMBER, self.heard.append, self._lost)
-        found.net.connect(name, found.leader.name, self.channel, found.net.listening[found.leader.name]())
+        self.link: Link[Any] = Link(TO_MEMBER, self.heard.append, self._lost, local=False)
+        found.net.connect(name, found.leader.name, self.link, found.net.listening[found.leader.name]())
 
     def _lost(self) -> None:
         self.lost = True
@@ -56,7 +54,7 @@ class Stranger:
     def hello(self, **given: Any) -> None:
         facts: dict[str, Any] = {"protocol": PROTOCOL, "version": "0", "name": self.name, "incarnation": "1",
                                  "address": "", "config": "config", "epoch": 0}  # fmt: skip
-        self.channel.send(Hello(**(facts | given)))
+        self.link.send(Hello(**(facts | given)))
 
     def of(self, kind: type[Any]) -> list[Any]:
         return [message for message in self.heard if isinstance(message, kind)]
@@ -69,7 +67,7 @@ class Stranger:
         return str(refusal.why)
 
     async def end(self) -> None:
-        self.channel.abort()
+        self.link.abort()
         await asyncio.sleep(0.1)
 
 
@@ -94,7 +92,7 @@ async def test_connection_that_begins_without_hello_is_refused_once() -> None:
         one = Stranger(found)
         with capture_logs() as logs:
             for _ in range(5):
-                one.channel.send(Resumed())
+                one.link.send(Resumed())
             assert await one.refused() == "the first message is no Hello"
         assert [line["event"] for line in logs] == ["cluster_member_refused"]
 
@@ -115,13 +113,13 @@ async def test_unknown_values_of_a_later_release_are_tolerated() -> None:
     async with world(2) as found:
         one = Stranger(found)
         one.hello()
-        one.channel.send(Resume(frozenset(), frozenset()))
-        one.channel.send(Resumed())
-        one.channel.send(protocol.Admit(1, relative_to(request(deadline_s=60.0), 0.0), frozenset(), "in a new way"))  # type: ignore[arg-type]
+        one.link.send(Resume(frozenset(), frozenset()))
+        one.link.send(Resumed())
+        one.link.send(messages.Admit(1, relative_to(request(deadline_s=60.0), 0.0), frozenset(), "in a new way"))  # type: ignore[arg-type]
         await asyncio.sleep(0.1)
-        assert [granted.call for granted in one.of(protocol.LeaseGranted)] == [1]
+        assert [granted.call for granted in one.of(messages.LeaseGranted)] == [1]
         assert found.leader.dispatcher.leases == 1
-        one.channel.send(Returned(1, "for a new reason", None))  # type: ignore[arg-type]
+        one.link.send(Returned(1, "for a new reason", None))  # type: ignore[arg-type]
         await asyncio.sleep(0.1)
         assert found.leader.dispatcher.leases == 0
         assert not one.lost
@@ -130,14 +128,14 @@ async def test_unknown_values_of_a_later_release_are_tolerated() -> None:
 
 @virtual
 async def test_a_refusal_with_a_new_outcome_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
+    async def refuse(*_: Any) -> None:
         raise Refused("a new one", "No.", None)  # type: ignore[arg-type]
 
     async with world(2) as found:
         one = found.followers[0]
         holds = one.client()
         await asyncio.sleep(0.05)
-        monkeypatch.setattr(Dispatcher, "admit", refuse)
+        monkeypatch.setattr(Dispatcher, "wait", refuse)
         refused = one.client()
         await asyncio.sleep(0.05)
         assert refused.refused is not None
@@ -240,7 +238,7 @@ async def test_garbage_ends_its_connection_alone(data: bytes, member: bool) -> N
             one.hello()
         await asyncio.sleep(0.1)
         with capture_logs() as lines:
-            one.channel.transport.write(data)  # type: ignore[attr-defined]
+            one.link.transport.write(data)  # type: ignore[attr-defined]
             await asyncio.sleep(0.1)
         assert one.lost
         assert reported == [], "it is no bug of this program"
@@ -254,13 +252,13 @@ async def test_garbage_ends_its_connection_alone(data: bytes, member: bool) -> N
 async def test_before_its_hello_a_member_sends_small_frames_alone() -> None:
     async with world(2) as found:
         one = Stranger(found)
-        one.channel.transport.write((HELLO_BYTES_MAX + 1).to_bytes(4, "big"))  # type: ignore[attr-defined]
+        one.link.transport.write((HELLO_BYTES_MAX + 1).to_bytes(4, "big"))  # type: ignore[attr-defined]
         await asyncio.sleep(0.1)
         assert one.lost
         other = Stranger(found)
         other.hello()
         await asyncio.sleep(0.1)
-        other.channel.transport.write((HELLO_BYTES_MAX + 1).to_bytes(4, "big"))  # type: ignore[attr-defined]
+        other.link.transport.write((HELLO_BYTES_MAX + 1).to_bytes(4, "big"))  # type: ignore[attr-defined]
         await asyncio.sleep(0.1)
         assert not other.lost
         await other.end()
@@ -282,7 +280,7 @@ async def test_an_epoch_that_no_election_can_have_reached_moves_no_leader(epoch:
 async def test_a_frame_that_is_cut_is_nothing() -> None:
     async with world(2) as found:
         one = Stranger(found)
-        one.channel.transport.write(frame([Ping()])[:-1])  # type: ignore[attr-defined]
+        one.link.transport.write(frame([Ping()])[:-1])  # type: ignore[attr-defined]
         await one.end()
 
 
@@ -295,16 +293,16 @@ async def test_a_message_that_makes_no_sense_is_skipped() -> None:
         one.hello()
         for message in (
             Returned(77, "served", None),  # type: ignore[arg-type]
-            Started(78), Progress(79, 5), protocol.CancelCall(80),
-            protocol.RequestEnded("unknown", None), Resume(frozenset({1}), frozenset({2})),
+            Started(78), Progress(79, 5), messages.CancelCall(80),
+            messages.RequestEnded("unknown", None), Resume(frozenset({1}), frozenset({2})),
         ):  # fmt: skip
-            one.channel.send(message)
-        one.channel.send(protocol.Admit(5, request(pool="no such pool", model="none"), frozenset(), AdmissionKind.NEW))
+            one.link.send(message)
+        one.link.send(messages.Admit(5, request(pool="no such pool", model="none"), frozenset(), AdmissionKind.NEW))
         await asyncio.sleep(0.1)
-        [refused] = one.of(protocol.CallRefused)
+        [refused] = one.of(messages.CallRefused)
         assert refused.call == 5
         assert not reported
-        one.channel.send(protocol.RequestEnded(next(iter(found.leader.sessions["stranger"]._requests)), None))
+        one.link.send(messages.RequestEnded(next(iter(found.leader.sessions["stranger"].server.requests)), None))
         await asyncio.sleep(0.1)
         await one.end()
 
@@ -359,7 +357,7 @@ async def test_messages_of_an_older_connection_are_ignored() -> None:
         new.hello()
         await asyncio.sleep(0.1)
         assert new.of(Welcome)
-        old.channel.send(protocol.Admit(5, request(), frozenset(), AdmissionKind.NEW))
+        old.link.send(messages.Admit(5, request(), frozenset(), AdmissionKind.NEW))
         await asyncio.sleep(0.1)
         assert found.leader.dispatcher.leases == 0
         assert old.lost
@@ -412,7 +410,7 @@ async def test_a_welcome_of_an_earlier_turn_is_refused() -> None:
         link = one.link
         assert link is not None
         one.shard.epoch = 5
-        other = leader_link.LeaderLink(link.leadership, one.shard.handle, one.shard.lost)
+        other = leasing.LeaderConnection(link.leadership, one.shard.handle, one.shard.lost)
         one.shard.welcomed(other, Welcome(4, "old", "0", "config"))
         assert one.link is link
         assert one.shard.epoch == 5
@@ -440,8 +438,8 @@ async def test_a_leader_that_ends_a_connection_without_an_answer_may_want_tls() 
     async with world(2) as found:
         one = found.followers[0].shard
         assert one.leadership is not None
-        link = leader_link.LeaderLink(one.leadership, one.handle, one.lost)
-        link.channel.connection_lost(None)
+        link = leasing.LeaderConnection(one.leadership, one.handle, one.lost)
+        link.link.connection_lost(None)
         assert (await link.refusal or "").endswith("as where only one of two members uses TLS")
 
 
@@ -459,7 +457,7 @@ async def test_an_address_that_is_none_is_no_end() -> None:
         found.break_connections()
         await asyncio.sleep(2.0)
         assert not one.shard.has_leader
-        linking = one.shard._linking
+        linking = one.shard._connecting
         assert linking is not None
         assert not linking.done() or linking.exception() is None
         one.network.connect = connect  # type: ignore[method-assign]
@@ -716,14 +714,14 @@ async def test_a_page_that_is_too_long_is_refused_and_breaks_nothing() -> None:
         calls, link = one.shard.calls, one.link
         assert calls is not None
         long_ago = b"x" * (PAGE_BYTES_MAX + 1)
-        answer = await calls.answer(lambda call: protocol.PageRequest(call, long_ago, ""))
-        assert isinstance(answer, protocol.PageResponse)
+        answer = await calls.answer(lambda call: messages.PageRequest(call, long_ago, ""))
+        assert isinstance(answer, messages.PageResponse)
         assert answer.status == 502
         assert one.link is link
         answers = await asyncio.gather(
-            *(calls.answer(lambda call: protocol.PageRequest(call, long_ago[:-1], "")) for _ in range(3))
+            *(calls.answer(lambda call: messages.PageRequest(call, long_ago[:-1], "")) for _ in range(3))
         )
-        assert {one.status for one in answers if isinstance(one, protocol.PageResponse)} == {200}
+        assert {one.status for one in answers if isinstance(one, messages.PageResponse)} == {200}
         assert one.link is link
 
 
@@ -733,8 +731,8 @@ async def test_a_message_that_is_too_long_is_not_sent() -> None:
     async with world(2) as found:
         one = found.followers[0]
         assert one.link is not None
-        one.link.channel.send(protocol.PageRequest(-99, b"x" * FRAME_BYTES_MAX, ""))
-        one.link.channel.send(Ping())
+        one.link.link.send(messages.PageRequest(-99, b"x" * FRAME_BYTES_MAX, ""))
+        one.link.link.send(Ping())
         await asyncio.sleep(0.5)
         assert [report["message"][:17] for report in reported] == ["too long to send:"]
         assert one.shard.has_leader
@@ -766,14 +764,14 @@ async def test_a_call_of_the_next_connection_may_have_the_number_of_one_of_the_l
         leader = found.leader
         leader.dispatcher.expects_backends(True)
         hello = Hello(PROTOCOL, "0", "m1", "1", "", "config", 0)
-        session = leader.shard.join(hello, MemberChannel(TO_MEMBER, lambda _: None, lambda: None))
+        session = leader.shard.join(hello, Link(TO_MEMBER, lambda _: None, lambda: None, local=False))
         for _ in range(2):
-            session.handle(Resume(frozenset(), frozenset()))
-            session.handle(protocol.Resolve(-1, "later", 60.0, 1))
-            session.handle(Resumed())
+            session.server.handle(Resume(frozenset(), frozenset()))
+            session.server.handle(messages.Resolve(-1, "later", 60.0, 1))
+            session.server.handle(Resumed())
             await asyncio.sleep(0.01)
         assert leader.dispatcher.nameless == 1
-        session.handle(protocol.CancelCall(-1))
+        session.server.handle(messages.CancelCall(-1))
         await asyncio.sleep(0.01)
         assert leader.dispatcher.nameless == 0
         session.end()

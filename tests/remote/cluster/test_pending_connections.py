@@ -14,12 +14,9 @@ from structlog.testing import capture_logs
 from llmproxy.config import ClusterConfig
 from llmproxy.lab.run.virtual_time import run
 from llmproxy.remote.cluster import network as network_module
-from llmproxy.remote.cluster import pending_connections
-from llmproxy.remote.cluster.channel import FRAME_BYTES_MAX, HELLO_BYTES_MAX
-from llmproxy.remote.cluster.network import TcpNetwork
-from llmproxy.remote.cluster.pending_connections import ADDRESS_MAX, HELLO_S, LOG_S, PendingConnections
-from llmproxy.remote.cluster.protocol import Ping
-from llmproxy.remote.workers.channel import frame
+from llmproxy.remote.cluster.network import ADDRESS_MAX, HELLO_S, LOG_S, PendingConnections, TcpNetwork
+from llmproxy.remote.link import FRAME_BYTES_MAX, HELLO_BYTES_MAX, frame
+from llmproxy.remote.messages import Ping
 from tests.e2e.proxies import until
 from tests.remote.cluster.test_tls import Certificate, connected, listening
 
@@ -147,7 +144,7 @@ async def _ended(one: socket.socket) -> bool:
 
 @pytest.fixture
 def plain_network(monkeypatch: pytest.MonkeyPatch) -> TcpNetwork:
-    monkeypatch.setattr(pending_connections, "HELLO_S", 0.2)
+    monkeypatch.setattr(network_module, "HELLO_S", 0.2)
     return TcpNetwork(ClusterConfig(listen="127.0.0.1:0"))
 
 
@@ -157,7 +154,7 @@ async def test_connections_that_never_finish_tls_are_cut_and_members_come_in(
     monkeypatch: pytest.MonkeyPatch,
     first: bytes,
 ) -> None:
-    monkeypatch.setattr(pending_connections, "HELLO_S", 0.2)
+    monkeypatch.setattr(network_module, "HELLO_S", 0.2)
     monkeypatch.setattr(network_module, "member_connections_max", lambda: 32)
     member = Certificate(tmp_path / "member", trustme.CA())
     mine = member.network()

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from llmproxy.core.lease_events import Started
-from llmproxy.remote.cluster import leader_client
+from llmproxy.remote.cluster import leasing
 from tests.core.make import BASE
 from tests.dispatching import now, virtual
 from tests.remote.cluster.elections import LOCK_S
@@ -83,7 +83,7 @@ async def test_prefixes_of_unknown_backends_are_left_out() -> None:
 @pytest.mark.parametrize(("bound", "value"), [("HASHES_MAX", 2 * len(PROMPT)), ("PREFIXES_MAX", 2)])
 @virtual
 async def test_the_oldest_prompts_are_forgotten_first(monkeypatch: pytest.MonkeyPatch, bound: str, value: int) -> None:
-    monkeypatch.setattr(leader_client, bound, value)
+    monkeypatch.setattr(leasing, bound, value)
     prompts = [tuple(range(1000 * n, 1000 * n + len(PROMPT))) for n in range(5)]
     async with world(2) as found:
         [one] = found.followers

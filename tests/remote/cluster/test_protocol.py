@@ -28,12 +28,10 @@ from llmproxy.core.domain import (
 )
 from llmproxy.core.lease_events import Committed, Progress, Recomputing, Returned, Started
 from llmproxy.observe.exit import RequestExit, RequestInput, RequestResult, RequestRouting
-from llmproxy.remote.cluster.channel import FRAME_BYTES_MAX, FRAME_MESSAGES_MAX
-from llmproxy.remote.cluster.protocol import (
-    FALLBACKS,
-    FROM_MEMBER,
-    TO_MEMBER,
-    UNKNOWN_MAX,
+from llmproxy.remote import messages
+from llmproxy.remote.cluster.compatibility import FALLBACKS, FROM_MEMBER, TO_MEMBER, UNKNOWN_MAX, TolerantDecoder
+from llmproxy.remote.link import FRAME_BYTES_MAX, FRAME_MESSAGES_MAX, BrokenFrameError, Frames, frame
+from llmproxy.remote.messages import (
     Balances,
     Drained,
     FromMember,
@@ -48,13 +46,10 @@ from llmproxy.remote.cluster.protocol import (
     Resume,
     Resumed,
     RunningLease,
-    TolerantDecoder,
     ToMember,
     Welcome,
     relative_to,
 )
-from llmproxy.remote.workers import protocol
-from llmproxy.remote.workers.channel import BrokenFrameError, Frames, frame
 from llmproxy.scheduling.attempts import AttemptRecord
 from tests.core.make import request
 from tests.remote.workers.test_protocol import EXITS, NUMBERS, PLACED, REQUESTS, TEXTS, TIMES, USAGES, WHYS
@@ -68,21 +63,21 @@ SIZE = st.tuples(NUMBERS, NUMBERS, TIMES, TIMES)
 CAPACITY = st.builds(KnownCapacity, st.lists(TIMES, max_size=3).map(tuple), st.lists(SIZE, max_size=3).map(tuple))
 LIMITS, CAPACITIES = (st.dictionaries(TEXTS, one, max_size=3) for one in (LIMIT, CAPACITY))
 FROM: dict[type[Any], st.SearchStrategy[Any]] = {
-    protocol.Admit: st.builds(protocol.Admit, CALLS, REQUESTS, st.frozensets(TEXTS), st.sampled_from(AdmissionKind)),
-    protocol.CancelCall: st.builds(protocol.CancelCall, CALLS),
+    messages.Admit: st.builds(messages.Admit, CALLS, REQUESTS, st.frozensets(TEXTS), st.sampled_from(AdmissionKind)),
+    messages.CancelCall: st.builds(messages.CancelCall, CALLS),
     Started: st.builds(Started, CALLS),
     Committed: st.builds(Committed, CALLS),
     Progress: st.builds(Progress, CALLS, NUMBERS),
     Returned: st.builds(Returned, CALLS, st.sampled_from(Verdict), USAGES),
     Recomputing: st.builds(Recomputing, CALLS),
-    protocol.RequestEnded: st.builds(protocol.RequestEnded, TEXTS, st.none() | BOOLS),
-    protocol.PrefixCached: st.builds(
-        protocol.PrefixCached, TEXTS, CALLS, TEXTS, st.lists(NUMBERS, max_size=5).map(tuple)
+    messages.RequestEnded: st.builds(messages.RequestEnded, TEXTS, st.none() | BOOLS),
+    messages.PrefixCached: st.builds(
+        messages.PrefixCached, TEXTS, CALLS, TEXTS, st.lists(NUMBERS, max_size=5).map(tuple)
     ),
-    protocol.ResponseStored: st.builds(protocol.ResponseStored, TEXTS, TEXTS, TEXTS),
-    protocol.PageRequest: st.builds(protocol.PageRequest, CALLS, st.binary(max_size=50), TEXTS),
-    protocol.Resolve: st.builds(protocol.Resolve, CALLS, st.none() | TEXTS, TIMES, NUMBERS),
-    protocol.ExitReport: st.builds(protocol.ExitReport, EXITS),
+    messages.ResponseStored: st.builds(messages.ResponseStored, TEXTS, TEXTS, TEXTS),
+    messages.PageRequest: st.builds(messages.PageRequest, CALLS, st.binary(max_size=50), TEXTS),
+    messages.Resolve: st.builds(messages.Resolve, CALLS, st.none() | TEXTS, TIMES, NUMBERS),
+    messages.ExitReport: st.builds(messages.ExitReport, EXITS),
     Hello: st.builds(Hello, NUMBERS, TEXTS, TEXTS, TEXTS, TEXTS, TEXTS, NUMBERS),
     Resume: st.builds(Resume, CALL_SETS, CALL_SETS),
     RunningLease: st.builds(RunningLease, CALLS, REQUESTS, PLACED, TIMES, st.none() | TIMES, BOOLS, NUMBERS),
@@ -92,17 +87,17 @@ FROM: dict[type[Any], st.SearchStrategy[Any]] = {
     Ping: st.just(Ping()),
 }
 TO: dict[type[Any], st.SearchStrategy[Any]] = {
-    protocol.LeaseGranted: st.builds(
-        protocol.LeaseGranted, CALLS, CALLS, st.sampled_from(Stage), PLACED, TIMES, NUMBERS, WHYS, TIMES
+    messages.LeaseGranted: st.builds(
+        messages.LeaseGranted, CALLS, st.sampled_from(Stage), PLACED, TIMES, NUMBERS, WHYS, TIMES
     ),
-    protocol.CallRefused: st.builds(protocol.CallRefused, CALLS, st.sampled_from(Outcome), TEXTS, st.none() | TIMES),
-    protocol.LeaseCut: st.builds(protocol.LeaseCut, CALLS, BOOLS),
-    protocol.ResponseStored: st.builds(protocol.ResponseStored, TEXTS, TEXTS, TEXTS),
-    protocol.PageResponse: st.builds(
-        protocol.PageResponse, CALLS, st.integers(100, 599), TEXTS, st.lists(st.tuples(TEXTS, TEXTS)).map(tuple),
+    messages.CallRefused: st.builds(messages.CallRefused, CALLS, st.sampled_from(Outcome), TEXTS, st.none() | TIMES),
+    messages.LeaseCut: st.builds(messages.LeaseCut, CALLS, BOOLS),
+    messages.ResponseStored: st.builds(messages.ResponseStored, TEXTS, TEXTS, TEXTS),
+    messages.PageResponse: st.builds(
+        messages.PageResponse, CALLS, st.integers(100, 599), TEXTS, st.lists(st.tuples(TEXTS, TEXTS)).map(tuple),
         st.binary(max_size=50),
     ),
-    protocol.NameResolved: st.builds(protocol.NameResolved, CALLS, TARGETS),
+    messages.NameResolved: st.builds(messages.NameResolved, CALLS, TARGETS),
     Welcome: st.builds(Welcome, NUMBERS, TEXTS, TEXTS, TEXTS),
     NotLeader: st.builds(NotLeader, TEXTS),
     Members: st.builds(Members, st.lists(TEXTS, max_size=5).map(tuple)),
@@ -116,7 +111,9 @@ WAYS = pytest.mark.parametrize(("kinds", "known"), [(FROM, FROM_MEMBER), (TO, TO
 
 
 def heard(known: TolerantDecoder[Any], data: bytes) -> list[Any]:
-    return list(Frames(known, FRAME_BYTES_MAX).feed(data))
+    heard: list[Any] = []
+    Frames(known, FRAME_BYTES_MAX).feed(data, heard.append)
+    return heard
 
 
 def test_every_kind_is_tried() -> None:
@@ -205,9 +202,9 @@ TRAVEL = [
 ]
 GRANT = Grant(1, request(), Placed("a", 0.0, (), 1), 0.0, 0, GrantReason((), 0, (), 0))
 FULL: dict[type[Any], Any] = {
-    protocol.Admit: protocol.Admit(1, request(), frozenset(), AdmissionKind.NEW),
+    messages.Admit: messages.Admit(1, request(), frozenset(), AdmissionKind.NEW),
     Returned: Returned(1, Verdict.SERVED, None),
-    protocol.ExitReport: protocol.ExitReport(
+    messages.ExitReport: messages.ExitReport(
         RequestExit(
             RequestInput(request_id="r", method="POST", path="/"),
             RequestResult(outcome=Outcome.COMPLETED, status=200, duration_s=1.0),
@@ -215,8 +212,8 @@ FULL: dict[type[Any], Any] = {
         )
     ),
     RunningLease: RunningLease(1, request(), GRANT.placed, 0.0, None, False, 0),
-    protocol.LeaseGranted: protocol.LeaseGranted(1, 1, Stage.WHOLE, GRANT.placed, 0.0, 0, GRANT.why, 1.0),
-    protocol.CallRefused: protocol.CallRefused(1, Outcome.SHED, "", None),
+    messages.LeaseGranted: messages.LeaseGranted(1, Stage.WHOLE, GRANT.placed, 0.0, 0, GRANT.why, 1.0),
+    messages.CallRefused: messages.CallRefused(1, Outcome.SHED, "", None),
 }
 """A message of each kind that has a value of an enum, with all the parts in which one is."""
 
@@ -240,7 +237,7 @@ def test_an_unknown_value_is_taken_for_another_one(
 
 def test_an_unknown_value_is_logged_once() -> None:
     known: TolerantDecoder[Any] = TolerantDecoder(ToMember)
-    sent = msgspec.msgpack.decode(frame([FULL[protocol.CallRefused]])[4:])
+    sent = msgspec.msgpack.decode(frame([FULL[messages.CallRefused]])[4:])
     with capture_logs() as logs:
         for value in (UNKNOWN, UNKNOWN, "and another one"):
             sent[0][2] = value
@@ -268,7 +265,7 @@ REQUIRED = {
     "Learned": "limits capacities",
     "LeaseAcknowledged": "call",
     "LeaseCut": "lease revoked",
-    "LeaseGranted": "call lease stage placed at_s queued_ahead why left_s",
+    "LeaseGranted": "call stage placed at_s queued_ahead why left_s",
     "Members": "names",
     "NameResolved": "call target",
     "NotLeader": "why",
@@ -366,7 +363,7 @@ def test_a_frame_beyond_the_limit_is_broken_before_it_is_there() -> None:
 
 def test_the_longest_requests_fit_into_a_frame() -> None:
     longest = request(prefix=tuple(range(2**63, 2**63 + 4096)))
-    admits = [protocol.Admit(number, longest, frozenset(), AdmissionKind.NEW) for number in range(FRAME_MESSAGES_MAX)]
+    admits = [messages.Admit(number, longest, frozenset(), AdmissionKind.NEW) for number in range(FRAME_MESSAGES_MAX)]
     assert len(frame(admits)) < FRAME_BYTES_MAX
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from llmproxy.config import Config, hash_of
 from llmproxy.gateway.proxying.stored import IDS_MAX
-from llmproxy.remote.cluster.channel import SILENCE_S
+from llmproxy.remote.link import SILENCE_S
 from tests.dispatching import virtual
 from tests.e2e.proxies import FAST, HELLO, until
 from tests.e2e.scheduling.test_stored_responses import RESPONSES, go_on, made
@@ -39,10 +39,10 @@ async def test_rejoining_member_knows_the_makers_of_stored_responses() -> None:
         late.app.gateway.stored._made_by.clear()
         late.app.gateway.stored._ids_of.clear()
         assert (await late.get(path)).status == 404
-        link = shard_of(late)._link
+        link = shard_of(late)._connection
         assert link is not None
-        link.channel.abort()
-        await until(lambda: shard_of(late)._link not in (None, link) and found.together())
+        link.link.abort()
+        await until(lambda: shard_of(late)._connection not in (None, link) and found.together())
         await until(lambda: len(late.app.gateway.stored.made_by) > 0)
         assert (await late.get(path)).status == 200
 

@@ -14,16 +14,15 @@ from typing import Any
 from llmproxy.core.domain import Request
 from llmproxy.core.settings import Settings
 from llmproxy.core.shards import DEFAULT
+from llmproxy.remote import messages
 from llmproxy.remote.cluster.cluster import Cluster
-from llmproxy.remote.cluster.cluster_leasing import ClusterLeasing
-from llmproxy.remote.cluster.leader_client import LeaderClient
-from llmproxy.remote.cluster.leader_link import LeaderLink
-from llmproxy.remote.cluster.member_session import MemberCallbacks, MemberSession
+from llmproxy.remote.cluster.hand_over import MemberCallbacks
+from llmproxy.remote.cluster.leasing import ClusterLeasing, LeaderClient, LeaderConnection
 from llmproxy.remote.cluster.pages import bounded
-from llmproxy.remote.cluster.protocol import PROTOCOL, Drained, Hello, Learned
+from llmproxy.remote.cluster.sessions import MemberSession
 from llmproxy.remote.cluster.shard import Shard
-from llmproxy.remote.workers import protocol
-from llmproxy.remote.workers.session import WorkerSession
+from llmproxy.remote.messages import PROTOCOL, Drained, Hello, Learned
+from llmproxy.remote.server import LeaseServer
 from llmproxy.scheduling.dispatcher import Dispatcher
 from tests.dispatching import SETTINGS, Client, dispatcher_of, empty
 from tests.remote.cluster.elections import LOCK_S, Store
@@ -159,7 +158,7 @@ class VirtualMember:
         self.drained: frozenset[str] = frozenset()
         self.learned = Learned({}, {})
         self.restored: list[tuple[Learned, float]] = []
-        self.responses: dict[str, protocol.ResponseStored] = {}
+        self.responses: dict[str, messages.ResponseStored] = {}
         self.leasing = ClusterLeasing(self.dispatcher, self.backends)
         self.network = VirtualNetwork(world.net, name)
         self.clients: list[Client] = []
@@ -173,15 +172,15 @@ class VirtualMember:
             lambda: self.learned,
             lambda *told: self.restored.append(told),
         )
-        context = self.events.context(self.dispatcher, lambda: None)
+        services = self.events.services(self.dispatcher)
 
-        def stored(one: protocol.ResponseStored, by: WorkerSession) -> None:
-            context.stored(one, by)
+        def stored(one: messages.ResponseStored, by: LeaseServer) -> None:
+            services.stored(one, by)
             self.cluster.stored(one, by)
 
         self.cluster = Cluster(
             hello, LOCK_S, world.stores, self.dispatcher, self.leasing,
-            replace(context, stored=stored), lambda _: shared, self.network, world.standalone_after_s,
+            replace(services, stored=stored), lambda _: shared, self.network, world.standalone_after_s,
         )  # fmt: skip
 
     @property
@@ -189,9 +188,9 @@ class VirtualMember:
         return self.cluster.default
 
     @property
-    def link(self) -> LeaderLink | None:
+    def link(self) -> LeaderConnection | None:
         """The connection to the leader."""
-        return self.shard._link
+        return self.shard._connection
 
     def campaign(self, campaigns: bool) -> None:
         """Sets whether the member asks for free locks."""
@@ -215,14 +214,14 @@ class VirtualMember:
         self.drained = told.backends
 
     async def start(self, known: Awaitable[object] | None = None) -> None:
-        async def page(asked: protocol.PageRequest) -> protocol.PageResponse:
-            return protocol.PageResponse(asked.call, 200, "OK", (), asked.request)
+        async def page(asked: messages.PageRequest) -> messages.PageResponse:
+            return messages.PageResponse(asked.call, 200, "OK", (), asked.request)
 
         await self.cluster.start(bounded(page), known)
 
     def store(self, response_id: str) -> None:
         """A client has a response stored, which the gateway notes and tells."""
-        self.responses[response_id] = protocol.ResponseStored(response_id, "a", "tenant")
+        self.responses[response_id] = messages.ResponseStored(response_id, "a", "tenant")
         self.leader_client.response_stored(response_id, "a", "tenant")
 
     def client(self, asked: Request | None = None, **facts: Any) -> Client:
@@ -245,7 +244,7 @@ class VirtualMember:
         assert (self.leasing.waiting, self.leasing.running) == (0, 0)
         for shard in self.cluster.shards.values():
             for session in shard.sessions.by_name.values() if shard.sessions is not None else ():
-                assert (session.open_requests, session.leases, len(session._calls)) == (0, 0, 0)
+                assert (session.server.open_requests, session.server.leases, session.server.waiting) == (0, 0, 0)
         empty(self.dispatcher)
 
 

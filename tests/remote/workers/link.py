@@ -12,10 +12,12 @@ from llmproxy.core.domain import Outcome, Request, Usage, Verdict
 from llmproxy.core.lease_events import LeaseEvent, Returned
 from llmproxy.gateway.proxying.rules import Rulebook, Rules
 from llmproxy.observe.exit import RequestExit
-from llmproxy.remote.workers import protocol
-from llmproxy.remote.workers.channel import TO_WORKER, Channel
-from llmproxy.remote.workers.remote import CallAnswer, Calls, RemoteDispatcher, RemoteEstimator, RemoteExits
-from llmproxy.remote.workers.session import SchedulerContext, WorkerSession
+from llmproxy.remote import messages
+from llmproxy.remote.client import CallAnswer, Calls
+from llmproxy.remote.link import TO_WORKER, Link
+from llmproxy.remote.server import LeaseServer, Services
+from llmproxy.remote.workers.leasing import RemoteEstimator, RemoteExits, WorkerLeasing
+from llmproxy.remote.workers.session import WorkerSession, WorkerSinks
 from llmproxy.scheduling.dispatcher import Dispatcher
 from llmproxy.scheduling.lease import Lease
 from tests.dispatching import Client, P, dispatcher, empty, named_as, turns, virtual
@@ -32,7 +34,7 @@ class RecordedEvents:
     exits: list[RequestExit] = field(default_factory=list)
     attempts: list[tuple[str, Verdict]] = field(default_factory=list)
     learned: list[str] = field(default_factory=list)
-    made: list[protocol.ResponseStored] = field(default_factory=list)
+    made: list[messages.ResponseStored] = field(default_factory=list)
     lost: int = 0
     log_lines: int = 0
 
@@ -48,15 +50,18 @@ class RecordedEvents:
     def worker_lost(self) -> None:
         self.lost += 1
 
-    def context(self, dispatcher: Dispatcher, settle: Callable[[], None]) -> SchedulerContext:
-        async def page(page: protocol.PageRequest) -> protocol.PageResponse:
-            return protocol.PageResponse(page.call, 200, "OK", (("x-remote", page.remote),), page.request)
+    def services(self, dispatcher: Dispatcher, settle: Callable[[], None] = lambda: None) -> Services:
+        async def page(page: messages.PageRequest) -> messages.PageResponse:
+            return messages.PageResponse(page.call, 200, "OK", (("x-remote", page.remote),), page.request)
 
-        def made(one: protocol.ResponseStored, _: WorkerSession) -> None:
+        def made(one: messages.ResponseStored, _: LeaseServer) -> None:
             self.made.append(one)
 
+        return Services(dispatcher, page, self.record, made, settle)
+
+    def sinks(self, dispatcher: Dispatcher) -> WorkerSinks:
         rulebook = Rulebook(Rules.build(Config(), Nowhere()))  # type: ignore[arg-type]
-        return SchedulerContext(rulebook, dispatcher, self, settle, page, self.learned.append, made)
+        return WorkerSinks(rulebook, self, dispatcher.pools.estimator, self.learned.append)
 
 
 class Pipe(asyncio.Transport):
@@ -76,6 +81,9 @@ class Pipe(asyncio.Transport):
     def _deliver(self, data: bytes) -> None:
         if not self._broken:
             self._to.data_received(data)
+
+    def is_closing(self) -> bool:
+        return self._broken
 
     def close(self) -> None:
         asyncio.get_running_loop().call_soon(self._end)
@@ -98,30 +106,30 @@ class WorkerLink:
         self, dispatcher: Dispatcher, events: RecordedEvents | None = None, settle: Callable[[], None] = lambda: None
     ) -> None:
         self.events = events or RecordedEvents()
-        self.session = WorkerSession(self.events.context(dispatcher, settle))
-        self.channel: Channel[protocol.ToWorker] = Channel(TO_WORKER, self._hear, self._lost)
-        self.calls = Calls(self.channel)
-        self.remote = RemoteDispatcher(self.channel, self.calls)
-        self.estimator = RemoteEstimator(self.channel)
-        self.metrics = RemoteExits(self.channel)
-        self.up, self.down = Pipe(self.session.channel), Pipe(self.channel)
+        self.session = WorkerSession(self.events.services(dispatcher, settle), self.events.sinks(dispatcher))
+        self.link: Link[messages.ToWorker] = Link(TO_WORKER, self._hear, self._lost, local=True)
+        self.calls = Calls(self.link)
+        self.remote = WorkerLeasing(self.link, self.calls, dispatcher.pools.backends)
+        self.estimator = RemoteEstimator(self.link)
+        self.metrics = RemoteExits(self.link)
+        self.up, self.down = Pipe(self.session.link), Pipe(self.link)
         self.up.back, self.down.back = self.down, self.up
         self.clients: list[Client] = []
-        self.channel.connection_made(self.up)
-        self.session.channel.connection_made(self.down)
+        self.link.connection_made(self.up)
+        self.session.link.connection_made(self.down)
 
     def client(self, asked: Request | None = None, **facts: Any) -> Client:
         """A client of the worker."""
         self.clients.append(Client(self.remote, asked, **facts))
         return self.clients[-1]
 
-    def _hear(self, message: protocol.ToWorker) -> None:
-        if isinstance(message, CallAnswer | protocol.CallRefused):
+    def _hear(self, message: messages.ToWorker) -> None:
+        if isinstance(message, CallAnswer) or (isinstance(message, messages.CallRefused) and message.call < 0):
             self.calls.answered(message)
-        elif isinstance(message, protocol.LeaseCut):
-            self.remote.cut(message)
-        elif isinstance(message, protocol.ShutdownState):
-            self.remote.shutdown = message
+        elif isinstance(message, messages.LeaseGranted | messages.CallRefused | messages.LeaseCut):
+            self.remote.handle(message)
+        elif isinstance(message, messages.ShutdownState):
+            self.remote.draining, self.remote.granting = message.draining, message.granting
 
     def _lost(self) -> None:
         self.remote.lost()
@@ -132,8 +140,9 @@ class WorkerLink:
 
     def check(self) -> None:
         """Nothing is held for the worker."""
-        assert (self.session.open_requests, len(self.session._leases), len(self.session._calls)) == (0, 0, 0)
-        assert len(self.remote._leases) == 0
+        server = self.session.server
+        assert (server.open_requests, server.leases, server.waiting) == (0, 0, 0)
+        assert (self.remote.waiting, self.remote.running) == (0, 0)
         assert not self.calls._open
 
 

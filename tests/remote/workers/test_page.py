@@ -11,8 +11,8 @@ from llmproxy.core.domain import Outcome
 from llmproxy.gateway.http.errors import Failure
 from llmproxy.gateway.http.routes import Dialect
 from llmproxy.gateway.request.body import read_body
-from llmproxy.remote.workers.page import answer_page
-from llmproxy.remote.workers.protocol import PageRequest, PageResponse
+from llmproxy.remote.messages import PageRequest, PageResponse
+from llmproxy.remote.pages import answer_page
 
 
 @dataclass(slots=True)

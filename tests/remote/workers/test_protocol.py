@@ -17,8 +17,8 @@ from llmproxy.core.backends.catalogue import Target
 from llmproxy.core.domain import AdmissionKind, GrantReason, Outcome, Placed, Predicted, Slo, Stage, Usage, Verdict
 from llmproxy.core.lease_events import Progress, Recomputing, Returned, Started
 from llmproxy.observe.packed import INTEGER_MAX
-from llmproxy.remote.workers import protocol
-from llmproxy.remote.workers.channel import FROM_WORKER, TO_WORKER, BrokenFrameError, Channel, Frames, frame
+from llmproxy.remote import messages
+from llmproxy.remote.link import FROM_WORKER, TO_WORKER, BrokenFrameError, Decoder, Frames, Link, frame
 from tests.core.make import request
 from tests.dispatching import turns, virtual
 from tests.exits import exit_of
@@ -45,33 +45,32 @@ EXITS = st.builds(
     exit_of, request_id=TEXTS, method=st.just("POST"), path=TEXTS, outcome=st.sampled_from(Outcome), status=NUMBERS,
     duration_s=TIMES, why=st.none() | WHYS, terms=TERMS, predicted_ttft=PREDICTED, met=st.none() | st.booleans(),
 )  # fmt: skip
-UP: st.SearchStrategy[list[protocol.Sendable]] = st.lists(
-    st.builds(protocol.Admit, NUMBERS, REQUESTS, st.frozensets(TEXTS, max_size=3), st.sampled_from(AdmissionKind))
-    | st.builds(protocol.Resolve, NUMBERS, st.none() | TEXTS, TIMES, NUMBERS)
-    | st.builds(protocol.PageRequest, NUMBERS, st.binary(max_size=50), TEXTS)
+UP: st.SearchStrategy[list[messages.Sendable]] = st.lists(
+    st.builds(messages.Admit, NUMBERS, REQUESTS, st.frozensets(TEXTS, max_size=3), st.sampled_from(AdmissionKind))
+    | st.builds(messages.Resolve, NUMBERS, st.none() | TEXTS, TIMES, NUMBERS)
+    | st.builds(messages.PageRequest, NUMBERS, st.binary(max_size=50), TEXTS)
     | st.builds(Returned, NUMBERS, st.sampled_from(Verdict), USAGES)
-    | st.builds(protocol.RequestEnded, TEXTS, st.none() | st.booleans())
-    | st.builds(protocol.PrefixCached, TEXTS, NUMBERS, TEXTS, st.lists(NUMBERS, max_size=5).map(tuple))
-    | st.builds(protocol.ExitReport, EXITS)
+    | st.builds(messages.RequestEnded, TEXTS, st.none() | st.booleans())
+    | st.builds(messages.PrefixCached, TEXTS, NUMBERS, TEXTS, st.lists(NUMBERS, max_size=5).map(tuple))
+    | st.builds(messages.ExitReport, EXITS)
     | st.builds(Progress, NUMBERS, NUMBERS)
     | st.sampled_from(
         [
-            protocol.CancelCall(1),
+            messages.CancelCall(1),
             Started(2),
-            protocol.WorkerIdle(),
-            protocol.Listening("http://h:1"),
-            protocol.ResponseStored("resp_1", "a", ""),
-            protocol.LogLinesLost(3),
-            protocol.BufferedBytes(4),
+            messages.WorkerIdle(),
+            messages.Listening("http://h:1"),
+            messages.ResponseStored("resp_1", "a", ""),
+            messages.LogLinesLost(3),
+            messages.BufferedBytes(4),
             Recomputing(5),
         ]
     ),
     max_size=6,
 )
-DOWN: st.SearchStrategy[list[protocol.Sendable]] = st.lists(
+DOWN: st.SearchStrategy[list[messages.Sendable]] = st.lists(
     st.builds(
-        protocol.LeaseGranted,
-        NUMBERS,
+        messages.LeaseGranted,
         NUMBERS,
         st.sampled_from(Stage),
         PLACED,
@@ -80,10 +79,10 @@ DOWN: st.SearchStrategy[list[protocol.Sendable]] = st.lists(
         WHYS,
         TIMES | st.just(inf),
     )
-    | st.builds(protocol.CallRefused, NUMBERS, st.sampled_from(Outcome), TEXTS, st.none() | TIMES)
-    | st.builds(protocol.NameResolved, NUMBERS, st.builds(Target, TEXTS, TEXTS, TEXTS, st.none() | TEXTS))
+    | st.builds(messages.CallRefused, NUMBERS, st.sampled_from(Outcome), TEXTS, st.none() | TIMES)
+    | st.builds(messages.NameResolved, NUMBERS, st.builds(Target, TEXTS, TEXTS, TEXTS, st.none() | TEXTS))
     | st.builds(
-        protocol.PageResponse,
+        messages.PageResponse,
         NUMBERS,
         NUMBERS,
         TEXTS,
@@ -91,18 +90,18 @@ DOWN: st.SearchStrategy[list[protocol.Sendable]] = st.lists(
         st.binary(),
     )
     | st.builds(
-        protocol.KnownBackends,
+        messages.KnownBackends,
         st.binary(),
         st.dictionaries(TEXTS, st.builds(Target, TEXTS, TEXTS, TEXTS, TEXTS)),
         st.none(),
     )
     | st.sampled_from(
         [
-            protocol.LeaseCut(1, True),
-            protocol.StopWorker(),
-            protocol.ShutdownState(leaving=True),
-            protocol.WorkerStart("w1", (3, 4)),
-            protocol.LearnedEstimates({}),
+            messages.LeaseCut(1, True),
+            messages.StopWorker(),
+            messages.ShutdownState(leaving=True),
+            messages.WorkerStart("w1", (3, 4)),
+            messages.LearnedEstimates({}),
         ]
     ),
     max_size=6,
@@ -118,13 +117,22 @@ def cut(data: bytes, places: list[int]) -> list[bytes]:
 @pytest.mark.parametrize(("kind", "messages"), [(FROM_WORKER, UP), (TO_WORKER, DOWN)], ids=["up", "down"])
 @given(draws=st.data(), places=st.lists(st.integers(0, 10_000), max_size=8))
 def test_messages_arrive_unchanged(
-    kind: Any, messages: st.SearchStrategy[list[protocol.Sendable]], draws: st.DataObject, places: list[int]
+    kind: Any, messages: st.SearchStrategy[list[messages.Sendable]], draws: st.DataObject, places: list[int]
 ) -> None:
     batches = draws.draw(st.lists(messages, max_size=4))
     frames = Frames(kind)
     data = b"".join(map(frame, batches))
-    heard = [message for piece in cut(data, places) for message in frames.feed(piece)]
+    heard: list[Any] = []
+    for piece in cut(data, places):
+        frames.feed(piece, heard.append)
     assert heard == [message for batch in batches for message in batch]
+
+
+def heard_of(decoder: Decoder[Any], data: bytes) -> list[Any]:
+    """The messages of these bytes."""
+    heard: list[Any] = []
+    Frames(decoder).feed(data, heard.append)
+    return heard
 
 
 # --- what clients may send --------------------------------------------------------------------------------------------
@@ -133,19 +141,10 @@ def test_messages_arrive_unchanged(
 def test_any_number_and_text_of_a_client_fits_a_frame() -> None:
     vast = request(max_tokens=10**30, flow="a\udcffb", label="x", prefix=(2**64 - 1,))
     other = request(flow="a\udcfeb")
-    heard = list(
-        Frames(FROM_WORKER).feed(
-            frame(
-                [
-                    protocol.Admit(1, vast, frozenset(), AdmissionKind.NEW),
-                    protocol.Admit(2, other, frozenset(), AdmissionKind.NEW),
-                ]
-            )
-        )
-    )
-    first, second = heard
-    assert isinstance(first, protocol.Admit)
-    assert isinstance(second, protocol.Admit)
+    sent = [messages.Admit(n, one, frozenset(), AdmissionKind.NEW) for n, one in enumerate((vast, other))]
+    first, second = heard_of(FROM_WORKER, frame(sent))
+    assert isinstance(first, messages.Admit)
+    assert isinstance(second, messages.Admit)
     assert first.request == replace(vast, max_tokens=INTEGER_MAX, flow=first.request.flow)
     assert second.request == replace(other, flow=second.request.flow)
     assert first.request.flow != second.request.flow, "two flows are still two"
@@ -155,8 +154,8 @@ def test_a_text_of_a_class_of_its_own_is_a_text() -> None:
     class Name(str):
         __slots__ = ()
 
-    [shown] = Frames(TO_WORKER).feed(frame([protocol.PageResponse(1, 200, "OK", ((Name("A"), Name("b")),), b"")]))
-    assert shown == protocol.PageResponse(1, 200, "OK", (("A", "b"),), b"")
+    [shown] = heard_of(TO_WORKER, frame([messages.PageResponse(1, 200, "OK", ((Name("A"), Name("b")),), b"")]))
+    assert shown == messages.PageResponse(1, 200, "OK", (("A", "b"),), b"")
 
 
 # --- what no end of ours writes ---------------------------------------------------------------------------------------
@@ -168,36 +167,36 @@ def test_a_text_of_a_class_of_its_own_is_a_text() -> None:
         b"\xff\xff\xff\xff",
         b"\x00\x00\x00\x01\xc1",
         b"\x00\x00\x00\x01\x80",
-        frame([protocol.StopWorker()]),
+        frame([messages.StopWorker()]),
         frame([]) + b"\x00\x00\x00\x02\x91\x90",
     ],
     ids=["a frame of 4 GB", "no MessagePack", "no array", "a message of the other side", "a message of no kind"],
 )
 def test_a_broken_frame_is_reported(data: bytes) -> None:
     with pytest.raises(BrokenFrameError):
-        list(Frames(FROM_WORKER).feed(data))
+        Frames(FROM_WORKER).feed(data, lambda _: None)
 
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_messages_or_broken(data: bytes) -> None:
     with suppress(BrokenFrameError):
-        list(Frames(FROM_WORKER).feed(data))
+        Frames(FROM_WORKER).feed(data, lambda _: None)
 
 
-# --- the channel ------------------------------------------------------------------------------------------------------
+# --- the link ---------------------------------------------------------------------------------------------------------
 
 
 class _End:
-    """A channel that records received messages, and its pipe."""
+    """A link that records received messages, and its pipe."""
 
     def __init__(self) -> None:
         self.heard: list[Any] = []
         self.lost = 0
-        self.channel = Channel(FROM_WORKER, self._hear, self._lost)
-        self.pipe = Pipe(self.channel)
+        self.link = Link(FROM_WORKER, self._hear, self._lost, local=True)
+        self.pipe = Pipe(self.link)
 
     def _hear(self, message: Any) -> None:
-        if message == protocol.CancelCall(0):
+        if message == messages.CancelCall(0):
             raise ValueError("a bug")
         self.heard.append(message)
 
@@ -208,35 +207,35 @@ class _End:
 @virtual
 async def test_messages_of_one_turn_travel_in_one_write() -> None:
     end = _End()
-    sender = Channel(TO_WORKER, lambda _: None, lambda: None)
+    sender = Link(TO_WORKER, lambda _: None, lambda: None, local=True)
     sender.connection_made(end.pipe)
     for call in (1, 2, 3):
-        sender.send(protocol.CancelCall(call))
+        sender.send(messages.CancelCall(call))
     assert end.pipe.writes == 0
     await turns()
     assert end.pipe.writes == 1
-    sender.send(protocol.CancelCall(4))
+    sender.send(messages.CancelCall(4))
     await turns()
     assert end.pipe.writes == 2
-    assert end.heard == [protocol.CancelCall(1), protocol.CancelCall(2), protocol.CancelCall(3), protocol.CancelCall(4)]
+    assert end.heard == [messages.CancelCall(1), messages.CancelCall(2), messages.CancelCall(3), messages.CancelCall(4)]
 
 
 @virtual
 async def test_a_bug_with_one_message_does_not_lose_the_next() -> None:
     end = _End()
     asyncio.get_running_loop().set_exception_handler(lambda *_: None)
-    end.channel.data_received(frame([protocol.CancelCall(0), protocol.CancelCall(1)]))
-    assert end.heard == [protocol.CancelCall(1)]
+    end.link.data_received(frame([messages.CancelCall(0), messages.CancelCall(1)]))
+    assert end.heard == [messages.CancelCall(1)]
 
 
 @virtual
-async def test_lost_channel_drops_messages() -> None:
+async def test_lost_link_drops_messages() -> None:
     end, calls = _End(), []
-    sender = Channel(TO_WORKER, lambda _: None, lambda: calls.append("lost"))
+    sender = Link(TO_WORKER, lambda _: None, lambda: calls.append("lost"), local=True)
     sender.connection_made(end.pipe)
-    sender.send(protocol.CancelCall(1))
+    sender.send(messages.CancelCall(1))
     sender.connection_lost(None)
-    sender.send(protocol.CancelCall(2))
+    sender.send(messages.CancelCall(2))
     await turns()
     assert calls == ["lost"]
     assert end.heard == []
@@ -246,8 +245,8 @@ async def test_lost_channel_drops_messages() -> None:
 async def test_a_broken_frame_ends_the_connection() -> None:
     end = _End()
     asyncio.get_running_loop().set_exception_handler(lambda *_: None)
-    end.channel.connection_made(end.pipe)
-    end.channel.data_received(b"\xff\xff\xff\xff")
+    end.link.connection_made(end.pipe)
+    end.link.data_received(b"\xff\xff\xff\xff")
     await turns()
     assert end.lost == 1
 

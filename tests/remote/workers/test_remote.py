@@ -32,8 +32,8 @@ from llmproxy.core.domain import (
 from llmproxy.core.lease_events import Committed, LeaseEvent, Progress, Returned, Started
 from llmproxy.core.settings import Disaggregation, Splitting, UsageLimit
 from llmproxy.observe import logs
-from llmproxy.remote.workers.channel import FROM_WORKER, TO_WORKER, Channel
-from llmproxy.remote.workers.protocol import LeaseGranted, PageRequest, PageResponse, ResponseStored, ShutdownState
+from llmproxy.remote.link import FROM_WORKER, TO_WORKER, Link
+from llmproxy.remote.messages import LeaseGranted, PageRequest, PageResponse, ResponseStored, ShutdownState
 from llmproxy.scheduling.dispatcher import Dispatcher
 from tests.core.make import DEFAULTS, listing, request
 from tests.dispatching import SETTINGS, dispatcher, now, refusal_of, turns, virtual
@@ -79,7 +79,7 @@ async def test_worker_gets_a_lease_and_reports_its_end(one: Dispatcher, line: Wo
     async with line.remote.admit(asked) as lease:
         assert (lease.backend, [lease.grant]) == ("a", decided)
         assert lease.grant.request is asked
-        assert (one.leases, len(line.remote._leases), line.session.open_requests) == (1, 1, 1)
+        assert (one.leases, line.remote.running, line.session.server.open_requests) == (1, 1, 1)
         lease.apply(Committed(lease.grant.lease), now())
         lease.apply(Started(lease.grant.lease), now())
         lease.apply(Progress(lease.grant.lease, 32), now())
@@ -97,13 +97,13 @@ async def test_changes_are_sent_before_grants_and_resolved_names() -> None:
 
     def settle() -> None:
         changes.append(now())
-        line.session.send(ShutdownState(leaving=True))
+        line.session.link.send(ShutdownState(draining=True))
 
     line = WorkerLink(one, settle=settle)
     client = line.client()
     while client.lease is None:
         await asyncio.sleep(0)
-        assert line.remote.shutdown.leaving or client.lease is None
+        assert line.remote.draining or client.lease is None
     assert len(changes) == 1
     await line.remote.resolve("base", 0.0, 10)
     assert len(changes) == 2
@@ -113,15 +113,16 @@ async def test_changes_are_sent_before_grants_and_resolved_names() -> None:
 @virtual
 async def test_no_grant_comes_before_its_request() -> None:
     """The loop of the scheduler may have read the clock for the last time before this one asked."""
-    line = WorkerLink(dispatcher(a=1))
+    one = dispatcher(a=1)
+    line = WorkerLink(one)
     await asyncio.sleep(5.0)
 
-    async def answer(_: object) -> LeaseGranted:
-        return LeaseGranted(1, 1, Stage.WHOLE, Placed("a", 0.0, (), 1), 4.999, 0, GrantReason((), 1, (), 0), 60.0)
-
-    line.calls.answer = answer  # type: ignore[assignment, method-assign]
-    async with line.remote.admit(request()) as lease:
-        assert lease.grant.at_s == 5.0
+    client = line.client()
+    await turns(1)
+    early = LeaseGranted(1, Stage.WHOLE, Placed("a", 0.0, (), 1), 4.999, 0, GrantReason((), 1, (), 0), 60.0)
+    line.remote.handle(early)
+    assert (await leased(client)).grant.at_s == 5.0
+    await nothing_left(one, line)
 
 
 @virtual
@@ -173,7 +174,7 @@ async def test_a_worker_that_dies_between_the_stages_leaves_no_place_kept(turns_
         answer.cancel()
     line.die()
     await turns(ENOUGH)
-    assert line.session.open_requests == 0
+    assert line.session.server.open_requests == 0
     assert one.leases == 0
     one.pools.check(now())
     assert {name: view.load for name, view in one.pools.views(now()).items()} == {"p": 0, "d": 0}
@@ -276,7 +277,7 @@ async def test_a_waiting_request_is_refused_when_the_proxy_drains(one: Dispatche
     waiting = [line.client(), line.client()][1]
     await turns(ENOUGH)
     one.drain()
-    line.session.send(ShutdownState(leaving=True, draining=True, granting=False))
+    line.session.link.send(ShutdownState(leaving=True, draining=True, granting=False))
     assert await refused(waiting) is Outcome.DRAINING
     assert (line.remote.draining, line.remote.granting) == (True, False)
 
@@ -289,9 +290,13 @@ async def test_a_direct_request_of_a_worker_is_in_flight() -> None:
     with line.remote.direct("a", lambda: cuts.append("line")):
         with other.remote.direct("a", lambda: cuts.append("other")):
             await turns(ENOUGH)
-            assert (one.in_flight("a"), line.session.open_requests, other.session.open_requests) == (2, 1, 1)
+            assert (one.in_flight("a"), line.session.server.open_requests, other.session.server.open_requests) == (
+                2,
+                1,
+                1,
+            )
         await turns(ENOUGH)
-        assert (one.in_flight("a"), line.session.open_requests, other.session.open_requests) == (1, 1, 0)
+        assert (one.in_flight("a"), line.session.server.open_requests, other.session.server.open_requests) == (1, 1, 0)
         assert cuts == []
         for _ in range(2):
             one.troubled("a", Trouble.REFUSED, "nobody there")
@@ -305,7 +310,7 @@ async def test_a_direct_request_of_a_worker_is_in_flight() -> None:
         pass
     await nothing_left(one, line, other)
     assert cuts == ["line", "gone"], "who has left hears nothing"
-    line.remote.shutdown = ShutdownState(draining=True)
+    line.remote.draining = True
     with pytest.raises(Refused) as caught, line.remote.direct("a", lambda: None):
         raise AssertionError("it was admitted")
     assert caught.value.outcome is Outcome.DRAINING
@@ -319,7 +324,7 @@ async def test_a_direct_request_ends_with_its_worker_or_scheduler(one: Dispatche
         assert one.in_flight("a") == 1
         line.die()
         await turns(ENOUGH)
-        assert (one.in_flight("a"), line.session.open_requests, cuts) == (0, 0, ["cut"])
+        assert (one.in_flight("a"), line.session.server.open_requests, cuts) == (0, 0, ["cut"])
     with pytest.raises(Refused), line.remote.direct("a", lambda: None):
         raise AssertionError("it was admitted")
 
@@ -387,11 +392,11 @@ async def test_leases_work_over_a_socket_pair() -> None:
     line = WorkerLink(one)
     ours, theirs = socket.socketpair()
     loop = asyncio.get_running_loop()
-    up: Channel[Any] = Channel(TO_WORKER, line._hear, line._lost)
-    down: Channel[Any] = Channel(FROM_WORKER, line.session._handle, line.session._lost)
-    line.session.channel = down
-    for part in (line.remote, line.calls):
-        part._channel = up
+    up: Link[Any] = Link(TO_WORKER, line._hear, line._lost, local=True)
+    down: Link[Any] = Link(FROM_WORKER, line.session.server.handle, line.session._lost, local=True)
+    line.session.link = down
+    line.session.server.attach(down)
+    line.remote.link = line.calls._link = up
     await loop.create_unix_connection(lambda: up, sock=ours)
     await loop.create_unix_connection(lambda: down, sock=theirs)
     clients = [line.client(prefix=tuple(range(5_000))) for _ in range(20)]

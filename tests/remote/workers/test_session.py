@@ -107,7 +107,7 @@ async def test_a_cut_that_comes_before_its_grant_is_known_is_not_lost(one: Dispa
     while list(one._leases.values()) in ([], [before.lease]):  # noqa: ASYNC110 - there is no event
         await asyncio.sleep(0)
     # Granted in this turn: neither the task of the session nor the worker knows it.
-    assert not line.session._leases
+    assert not line.session.server.leases
     [held] = one._leases.values()
     held.cut(revoked=True)
     assert (await leased(client)).revoked
@@ -139,7 +139,7 @@ async def test_requests_of_a_dead_worker_are_recorded_once(one: Dispatcher, line
     for i in range(3):
         line.client(label=f"r{i}", band=CRITICAL)
     await turns(ENOUGH)
-    assert (line.session.open_requests, one.leases) == (3, 1)
+    assert (line.session.server.open_requests, one.leases) == (3, 1)
     line.die()
     await turns(ENOUGH)
     exits = [(ended.input.request_id, ended.result.outcome, ended.input.band) for ended in line.events.exits]

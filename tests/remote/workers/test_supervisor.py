@@ -18,7 +18,7 @@ from llmproxy.gateway.build import Gateway
 from llmproxy.gateway.proxying.rules import Rules
 from llmproxy.lifecycle.sockets import Sockets
 from llmproxy.observe.metrics import Metrics
-from llmproxy.remote.workers import protocol
+from llmproxy.remote import messages
 from llmproxy.remote.workers.session import WorkerSession
 from llmproxy.remote.workers.supervisor import WorkerSupervisor, dealt_sockets
 from llmproxy.upstream.port import Upstream
@@ -70,7 +70,7 @@ def test_workers_share_a_port_with_no_other_program() -> None:
 NOWHERE = cast(Upstream, Nowhere())
 
 
-async def no_page(page: protocol.PageRequest) -> protocol.PageResponse:
+async def no_page(page: messages.PageRequest) -> messages.PageResponse:
     raise NotImplementedError
 
 
@@ -78,12 +78,10 @@ class RecordingSession(WorkerSession):
     """A session without a worker that records its messages."""
 
     def __init__(self, supervisor: WorkerSupervisor) -> None:
-        super().__init__(supervisor._context)
-        self.context = supervisor._context
-        self.sent: list[protocol.Message] = []
-
-    def send(self, message: protocol.Message) -> None:
-        self.sent.append(message)
+        super().__init__(supervisor._services, supervisor._sinks)
+        self.services, self.sinks = supervisor._services, supervisor._sinks
+        self.sent: list[messages.Sendable] = []
+        self.link.send = self.sent.append  # type: ignore[method-assign, assignment]
 
 
 class Supervised:
@@ -117,7 +115,7 @@ async def test_a_change_is_sent_once_to_all_workers() -> None:
     await turns()
     for session in sessions:
         [fleet] = session.sent
-        assert isinstance(fleet, protocol.KnownBackends)
+        assert isinstance(fleet, messages.KnownBackends)
         assert fleet.targets.keys() == {"base", "lora"}
         assert fleet.unnamed == fleet.targets["base"]
         assert pickle.loads(fleet.backends) == (backends["a"],)
@@ -126,7 +124,7 @@ async def test_a_change_is_sent_once_to_all_workers() -> None:
     await turns()
     for session in sessions:
         fleet = session.sent[-1]
-        assert isinstance(fleet, protocol.KnownBackends)
+        assert isinstance(fleet, messages.KnownBackends)
         assert [(backend.name, backend.api_key) for backend in pickle.loads(fleet.backends)] == [
             ("a", None),
             ("b", "k"),
@@ -142,7 +140,7 @@ async def test_a_change_is_sent_before_a_grant_that_follows_from_it() -> None:
     rig.dispatcher.reconsider()
     # A session does this before it sends a grant.
     rig.supervisor.update_workers()
-    assert isinstance(session.sent[0], protocol.KnownBackends)
+    assert isinstance(session.sent[0], messages.KnownBackends)
     await turns()
     assert len(session.sent) == 1
 
@@ -158,9 +156,9 @@ async def test_each_step_of_the_shutdown_is_sent() -> None:
     rig.dispatcher.drain()
     await turns()
     assert session.sent == [
-        protocol.ShutdownState(leaving=True),
-        protocol.ShutdownState(leaving=True, draining=True),
-        protocol.ShutdownState(leaving=True, draining=True, granting=False),
+        messages.ShutdownState(leaving=True),
+        messages.ShutdownState(leaving=True, draining=True),
+        messages.ShutdownState(leaving=True, draining=True, granting=False),
     ]
     assert supervisor.open_requests == 2, "neither worker has said that it is idle"
     session.idle.set()
@@ -171,23 +169,23 @@ async def test_each_step_of_the_shutdown_is_sent() -> None:
 async def test_estimates_and_stored_responses_are_sent_to_other_workers() -> None:
     rig = Supervised()
     maker, other = rig.sessions
-    maker.context.stored(protocol.ResponseStored("resp_1", "a", "t"), maker)
-    assert (maker.sent, other.sent) == ([], [protocol.ResponseStored("resp_1", "a", "t")])
+    maker.services.stored(messages.ResponseStored("resp_1", "a", "t"), maker.server)
+    assert (maker.sent, other.sent) == ([], [messages.ResponseStored("resp_1", "a", "t")])
     assert dict(rig.gateway.stored.made_by) == {"resp_1": ("a", "t")}
     # Two workers saw the same id made in the same instant: whose word came first, it is, for both.
-    maker.context.stored(protocol.ResponseStored("resp_1", "b", "u"), other)
-    assert (maker.sent, other.sent) == ([], [protocol.ResponseStored("resp_1", "a", "t")] * 2)
+    maker.services.stored(messages.ResponseStored("resp_1", "b", "u"), other.server)
+    assert (maker.sent, other.sent) == ([], [messages.ResponseStored("resp_1", "a", "t")] * 2)
     assert dict(rig.gateway.stored.made_by) == {"resp_1": ("a", "t")}
     for _ in range(5):
         rig.dispatcher.pools.estimator.learn("base", 300, 1, Usage(100, 50))
-        maker.context.learned("base")
+        maker.sinks.learned("base")
     await turns()
     assert not maker.sent, "not with every answer"
     await asyncio.sleep(1.0)
     [estimates] = maker.sent
-    assert isinstance(estimates, protocol.LearnedEstimates)
+    assert isinstance(estimates, messages.LearnedEstimates)
     assert (estimates.models["base"].seen, estimates.models["base"].output_tokens) == (5, 50.0)
-    maker.context.learned("base")
+    maker.sinks.learned("base")
     await asyncio.sleep(1.0)
     assert len(maker.sent) == 2
 
@@ -199,7 +197,7 @@ async def test_a_reload_sends_the_whole_configuration() -> None:
     rig.reconfigured(new)
     rig.supervisor.reconfigure()
     [message] = rig.sessions[0].sent
-    assert isinstance(message, protocol.NewConfig)
+    assert isinstance(message, messages.NewConfig)
     assert pickle.loads(message.config) == new
 
 

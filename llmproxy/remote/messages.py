@@ -1,6 +1,9 @@
-"""The messages between a relay worker and the scheduler process.
+"""The messages between a client of leases, a relay worker or a cluster member, and the process that grants them.
 
-Times are on the clock of the loop, which is the machine's monotonic clock and the same in all its processes.
+A lease has the call number of its `Admit`. The client chose the number, so it is valid under every later leader.
+
+Processes of one machine share a clock, and send times of the loop as they are. Cluster members share no clock: the
+sender makes each time relative to its own clock, and the receiver makes it absolute again.
 """
 
 from __future__ import annotations
@@ -8,16 +11,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import msgspec
+from msgspec.structs import replace
 
 from llmproxy.core.backends.catalogue import Target
-from llmproxy.core.domain import AdmissionKind, GrantReason, Outcome, Placed, Request, Stage, Usage, Verdict
+from llmproxy.core.domain import (
+    AdmissionKind,
+    GrantReason,
+    KnownCapacity,
+    KnownLimit,
+    Outcome,
+    Placed,
+    Request,
+    Stage,
+    Usage,
+    Verdict,
+)
 from llmproxy.core.estimates.tokens import Estimate
 from llmproxy.core.lease_events import AnyLeaseEvent, LeaseEvent
+from llmproxy.core.shards import DEFAULT
 from llmproxy.observe.exit import RequestExit
+
+PROTOCOL = 1
+"""The version of the messages between members. Members with different versions do not connect."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
-    """A message. The field `call` is the number of a pending call of the worker, `lease` the number of a `Grant`."""
+    """A message. The field `call` is the number of a call of the client, `lease` the call number of an `Admit`."""
 
 
 Sendable = Message | LeaseEvent
@@ -194,7 +213,6 @@ class LeaseGranted(Message, frozen=True, tag=22):
     """The `Grant` of one stage of a request; the answer to `Admit`."""
 
     call: int
-    lease: int
     stage: Stage
     placed: Placed
     at_s: float
@@ -240,12 +258,149 @@ class StopWorker(Message, frozen=True, tag=27):
     """Cut all remaining requests, and end the process."""
 
 
+# --- between cluster members ------------------------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True, tag=40):
+    """The first message of a member on a connection, for one shard."""
+
+    protocol: int
+    version: str
+    name: str
+    incarnation: str
+    """Differs after each start of the process."""
+    address: str
+    config: str
+    """See `config_hash`."""
+    epoch: int
+    """The highest epoch of the shard that the member knows."""
+    shard: str = DEFAULT
+    candidate: bool = True
+    """Whether the member can become the leader of the shard."""
+
+
+class Welcome(Message, frozen=True, tag=41):
+    """The leader accepts the member. All later grants on this connection belong to this epoch."""
+
+    epoch: int
+    name: str
+    version: str
+    config: str
+
+
+class NotLeader(Message, frozen=True, tag=42):
+    """The receiver of a Hello refuses it, or stops leading."""
+
+    why: str
+
+
+class Resume(Message, frozen=True, tag=43):
+    """The member's calls at the time of connecting. An `Admit` or `RunningLease` follows for each, then `Resumed`."""
+
+    waiting: frozenset[int]
+    """Calls that wait for a lease."""
+    running: frozenset[int]
+    """Calls that have a running lease."""
+
+
+class RunningLease(Message, frozen=True, tag=44):
+    """A running lease, as reported to a new leader or after a lost connection."""
+
+    call: int
+    request: Request
+    placed: Placed
+    age_s: float
+    """Seconds since the grant."""
+    started_age_s: float | None
+    """Seconds since the first token; None before it."""
+    committed: bool
+    output_tokens: int
+
+
+class Resumed(Message, frozen=True, tag=45):
+    """The member has reported all its requests and leases."""
+
+
+class Ping(Message, frozen=True, tag=46):
+    """A heartbeat."""
+
+
+class Members(Message, frozen=True, tag=47):
+    """The names of all members that have a session."""
+
+    names: tuple[str, ...]
+
+
+class Drained(Message, frozen=True, tag=48):
+    """Which backends of the shard an operator has drained.
+
+    The leader lists the other backends too, because a member that has not read the models of a backend yet may assign
+    it to another shard.
+    """
+
+    backends: frozenset[str]
+    others: frozenset[str] | None = None
+    """Backends that are not drained; None: all others of the shard."""
+
+
+class Balances(Message, frozen=True, tag=49):
+    """The changed balances of flows in one band (`FairnessPolicy.balances`), for the next leader."""
+
+    pool: str
+    band: int
+    flows: dict[str, float]
+
+
+class Learned(Message, frozen=True, tag=51):
+    """Measurements for the next leader."""
+
+    limits: dict[str, KnownLimit]
+    """Backend URL -> batch limit."""
+    capacities: dict[str, KnownCapacity]
+    """Pool -> capacity."""
+
+
+class RateDebts(Message, frozen=True, tag=52):
+    """Changed debts of rate limits, for the next leader; see `Rates.debts`."""
+
+    debts: tuple[tuple[str, str, float], ...]
+    """(Limit, kind, seconds until the limit has refilled)."""
+
+
+class RememberedPrefix(Message, frozen=True, tag=53):
+    """Blocks that a backend has cached, from a request that the member relayed under an earlier leader."""
+
+    pool: str
+    backend: str
+    hashes: tuple[int, ...]
+
+
+class LeaseAcknowledged(Message, frozen=True, tag=50):
+    """The member has received its lease. Without this, the leader frees the lease when the connection is lost."""
+
+    call: int
+
+
+FromClient = (
+    Admit
+    | AnyLeaseEvent
+    | RequestEnded
+    | PrefixCached
+    | ExitReport
+    | CancelCall
+    | Resolve
+    | PageRequest
+    | ResponseStored
+)
+ToClient = LeaseGranted | CallRefused | LeaseCut | NameResolved | PageResponse | ResponseStored
 FromWorker = (
-    Listening | Admit | Resolve | PageRequest | DirectRequest | CancelCall | AnyLeaseEvent | RequestEnded
-    | PrefixCached | AttemptEnded | ExitReport | UsageLearned | WorkerIdle | ResponseStored | LogLinesLost
-    | BufferedBytes
-)  # fmt: skip
-ToWorker = (
-    WorkerStart | NewConfig | KnownBackends | LearnedEstimates | ResponseStored | ShutdownState | LeaseGranted
-    | CallRefused | NameResolved | PageResponse | LeaseCut | StopWorker
-)  # fmt: skip
+    FromClient | Listening | DirectRequest | AttemptEnded | UsageLearned | WorkerIdle | LogLinesLost | BufferedBytes
+)
+ToWorker = ToClient | WorkerStart | NewConfig | KnownBackends | LearnedEstimates | ShutdownState | StopWorker
+FromMember = FromClient | Hello | Resume | RunningLease | Resumed | LeaseAcknowledged | RememberedPrefix | Ping
+ToMember = ToClient | Welcome | NotLeader | Members | Drained | Balances | Learned | RateDebts | Ping
+
+
+def relative_to(request: Request, now: float) -> Request:
+    """Returns a request with its times relative to `now`. `relative_to(request, -now)` makes them absolute again."""
+    return replace(request, arrived_s=request.arrived_s - now, deadline_s=request.deadline_s - now)

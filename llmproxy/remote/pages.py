@@ -1,4 +1,4 @@
-"""Pages that clients of relay workers request, answered by the scheduler process.
+"""Pages that clients of relay workers request, answered by the scheduler process; in a cluster, by the leader.
 
 The request arrives as bytes and passes through a server of this process over a socket pair. Its syntax, size and client
 limits are not checked again, because the worker has checked them. The response is captured before the server writes it.
@@ -14,18 +14,25 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from llmproxy.config import ClientsConfig
+from llmproxy.core.domain import Refused
+from llmproxy.gateway.admin.adapters import BODY_BYTES_MAX
 from llmproxy.gateway.http.client_limits import ClientLimits
 from llmproxy.gateway.http.connection import ClientServer
 from llmproxy.gateway.http.errors import Failure
 from llmproxy.gateway.http.routes import Dialect
+from llmproxy.gateway.proxying.rules import Rulebook
+from llmproxy.gateway.request.body import read_body
 from llmproxy.gateway.router import Router
-from llmproxy.remote.workers.protocol import PageRequest, PageResponse
+from llmproxy.remote.client import Calls
+from llmproxy.remote.messages import PageRequest, PageResponse
 
 CUT_AFTER_S = 0.1
 """How long a connection may stay open after its response is captured."""
 PASSED_ON = web.RequestKey("PASSED_ON", int)
 """On a forwarded request: the number of processes that forwarded it."""
 
+_FRAMING = frozenset({b"content-length", b"transfer-encoding", b"expect"})
+"""Headers about the framing of a body, which differs on each connection."""
 _ANY_SIZE = ClientsConfig().model_copy(update={"head_bytes_max": 1 << 30, "head_fields_max": 1 << 30})
 
 
@@ -81,3 +88,57 @@ async def answer_page(front: Router, page: PageRequest) -> PageResponse:
         if interim is not None:
             interim.cancel()
         await server.shutdown(CUT_AFTER_S)
+
+
+class RemotePages:
+    """The `Pages` of a process that forwards requests to the scheduler or leader, which also checks keys."""
+
+    def __init__(self, calls: Calls, rulebook: Rulebook) -> None:
+        self._calls = calls
+        self._rulebook = rulebook
+
+    async def show(self, path: str, request: web.BaseRequest) -> web.Response:
+        del path
+        return await self._forward(request)
+
+    async def administer(self, path: str, request: web.BaseRequest, on_admin_port: bool) -> web.Response:
+        del path, on_admin_port
+        return await self._forward(request)
+
+    async def get(self, raw_path: str, request: web.BaseRequest) -> PageResponse:
+        """Request another page for the client of this request, without a body. Raises Failure."""
+        return await self._ask(request, None, raw_path)
+
+    async def _forward(self, request: web.BaseRequest) -> web.Response:
+        response = await self._ask(request, None)
+        if response.status == 100:
+            # Read only when it is needed, so that a client without permission is refused first.
+            body = await read_body(request, BODY_BYTES_MAX, self._rulebook.current.config.clients)
+            response = await self._ask(request, body)
+        return web.Response(
+            status=response.status, reason=response.reason, headers=list(response.headers), body=response.body
+        )
+
+    async def _ask(self, request: web.BaseRequest, body: bytes | None, raw_path: str | None = None) -> PageResponse:
+        raw = _raw(request, body, raw_path or request.raw_path)
+        try:
+            response = await self._calls.answer(
+                lambda call: PageRequest(call, raw, request.remote or "", request.get(PASSED_ON, 0) + 1)
+            )
+        except Refused as refused:
+            raise Failure.from_refused(refused) from None
+        assert isinstance(response, PageResponse)
+        return response
+
+
+def _raw(request: web.BaseRequest, body: bytes | None, raw_path: str) -> bytes:
+    """Returns the bytes of a request with this path. Without a `body`, `Expect` makes the server ask for it."""
+    fields = [*request.raw_headers]
+    if body is not None:
+        fields = [field for field in fields if field[0].lower() not in _FRAMING]
+        fields.append((b"Content-Length", b"%d" % len(body)))
+    elif request.can_read_body and "expect" not in request.headers:
+        fields.append((b"Expect", b"100-continue"))
+    version = f"HTTP/{request.version.major}.{request.version.minor}"
+    first = f"{request.method} {raw_path} {version}\r\n".encode("utf-8", "surrogateescape")
+    return first + b"".join(b"%b: %b\r\n" % field for field in fields) + b"\r\n" + (body or b"")

@@ -1,0 +1,345 @@
+"""Client side: asks the process that schedules for leases, over a link that may change.
+
+The client keeps its waiting requests and running leases. On a new link it reports all of them, so that no request loses
+its place in the queue and no response is cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import count
+
+from msgspec import Struct
+
+from llmproxy.core.domain import AdmissionKind, Drop, Grant, Outcome, Refused, Request
+from llmproxy.core.lease_events import Committed, LeaseEvent, Progress, Returned, Started
+from llmproxy.core.placement.staged import as_stage
+from llmproxy.core.queueing.admission import refusal
+from llmproxy.remote import messages
+from llmproxy.remote.link import Link, Sender
+from llmproxy.remote.messages import Message, Sendable, relative_to
+from llmproxy.scheduling.dispatcher import shutting_down
+from llmproxy.scheduling.lease import Admitted, Lease
+
+UNSENT_MAX = 10_000
+"""Maximum number of reports kept while there is no link. The oldest are dropped: they only correct estimates."""
+NO_LEADER_RETRY_S = 1.0
+
+CallAnswer = messages.NameResolved | messages.PageResponse
+
+
+class Calls:
+    """Makes calls that need no lease. All pending calls are refused once the connection is lost."""
+
+    def __init__(self, link: Link[messages.ToWorker] | Link[messages.ToMember]) -> None:
+        self._link = link
+        # Negative, which tells their refusals from those of admissions.
+        self._serial = count(-1, -1)
+        self._open: dict[int, asyncio.Future[CallAnswer]] = {}
+
+    async def answer(self, message: Callable[[int], Message]) -> CallAnswer:
+        """Send the message that `message` returns for a new call number, and wait for the answer. Raises Refused.
+
+        Cancellation is safe: it sends `CancelCall`.
+        """
+        call, answer = self._send(message)
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self._link.send(messages.CancelCall(call))
+            raise
+        finally:
+            del self._open[call]
+            # Avoids a reference cycle, as in `LeaseClient.wait`.
+            del answer
+
+    def _send(self, message: Callable[[int], Message]) -> tuple[int, asyncio.Future[CallAnswer]]:
+        if self._link.lost:
+            raise shutting_down()
+        call = next(self._serial)
+        answer = self._open[call] = asyncio.get_running_loop().create_future()
+        self._link.send(message(call))
+        return call, answer
+
+    @contextmanager
+    def lasting(self, message: Callable[[int], Message], refused: Callable[[], None]) -> Iterator[None]:
+        """Keep a call open during the block. `refused` is called if it is refused or the connection is lost."""
+        call, answer = self._send(message)
+
+        def ended(answer: asyncio.Future[CallAnswer]) -> None:
+            if not answer.cancelled() and answer.exception() is not None and call in self._open:
+                refused()
+
+        answer.add_done_callback(ended)
+        try:
+            yield
+        finally:
+            self._link.send(messages.CancelCall(call))
+            del self._open[call]
+            answer.cancel()
+
+    async def caught_up(self) -> None:
+        """Wait for all messages that the other side has sent so far. They arrive before the answer to this call."""
+        with suppress(Refused):
+            await self.answer(lambda call: messages.Resolve(call, None, 0.0, 0))
+
+    def answered(self, message: CallAnswer | messages.CallRefused) -> None:
+        """Resolve a pending call. Does nothing if the call was cancelled."""
+        answer = self._open.get(message.call)
+        if answer is None or answer.done():
+            return
+        if isinstance(message, messages.CallRefused):
+            answer.set_exception(_refused(message))
+        else:
+            answer.set_result(message)
+
+    def lost(self) -> None:
+        """Refuse all pending calls, because the connection is lost."""
+        for answer in self._open.values():
+            if not answer.done():
+                answer.set_exception(shutting_down())
+
+
+class _Waiting(Struct, eq=False):
+    """A request that waits for a lease."""
+
+    call: int
+    request: Request
+    excluded: frozenset[str]
+    entry: AdmissionKind
+    since_s: float
+    granted: asyncio.Future[Lease]
+    # Whether its `Admit` was ever sent.
+    sent: bool = False
+
+
+class _Run(Struct, eq=False):
+    """A running lease, and the progress of its response, which a new leader needs."""
+
+    lease: Lease
+    started_s: float | None = None
+    committed: bool = False
+    output_tokens: int = 0
+
+
+class LeaseClient:
+    """The calls of `Leasing` that concern leases."""
+
+    def __init__(self, backends: Container[str]) -> None:
+        """`backends` are the names of the backends that this process knows."""
+        self._backends = backends
+        self._serial = count(1)
+        self._waiting: dict[int, _Waiting] = {}
+        self._runs: dict[int, _Run] = {}
+        self._unsent: deque[Sendable] = deque(maxlen=UNSENT_MAX)
+        self.link: Sender | None = None
+        """The attached link; see `attach`."""
+        self.draining = False
+        self.granting = True
+
+    @property
+    def waiting(self) -> int:
+        """Requests of this process that wait for a lease."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Leases that this process has."""
+        return len(self._runs)
+
+    def grant(self, lease: int) -> Grant:
+        """Returns the grant of a running lease."""
+        return self._runs[lease].lease.grant
+
+    # --- for requests -------------------------------------------------------------------------------------------------
+
+    def admit(
+        self, request: Request, excluded: frozenset[str] = frozenset(), entry: AdmissionKind = AdmissionKind.NEW
+    ) -> Admitted:
+        """See `Dispatcher.admit`."""
+        return Admitted(self, request, excluded, entry)
+
+    async def wait(self, request: Request, excluded: frozenset[str], entry: AdmissionKind) -> Lease:
+        """Wait for the lease of a request; see `Dispatcher.admit`.
+
+        Cancellation is safe: the other side ends a lease that it has granted meanwhile.
+        """
+        if not self.granting or (self.draining and entry is AdmissionKind.NEW):
+            raise shutting_down()
+        loop = asyncio.get_running_loop()
+        asked = _Waiting(next(self._serial), request, excluded, entry, loop.time(), loop.create_future())
+        self._waiting[asked.call] = asked
+        self._ask(asked)
+        try:
+            return await asked.granted
+        except asyncio.CancelledError:
+            # The lease may have been granted in this turn of the loop.
+            self._runs.pop(asked.call, None)
+            self.report(messages.CancelCall(asked.call))
+            raise
+        finally:
+            del self._waiting[asked.call]
+            # Avoids a reference cycle through the exception, which only the garbage collector could free.
+            del asked
+
+    def _ask(self, asked: _Waiting) -> None:
+        if (link := self.link) is not None:
+            asked.sent = True
+            request = asked.request if link.local else relative_to(asked.request, _now())
+            link.send(messages.Admit(asked.call, request, asked.excluded, asked.entry))
+
+    def ended(self, request: Request, met: bool | None) -> None:
+        """See `Dispatcher.ended`."""
+        self.report(messages.RequestEnded(request.id, met))
+
+    def cached(self, grant: Grant, hashes: Sequence[int]) -> None:
+        """See `Dispatcher.cached`."""
+        self.report(messages.PrefixCached(grant.request.pool, grant.lease, grant.placed.backend, tuple(hashes)))
+
+    def response_stored(self, response_id: str, backend: str, tenant: str) -> None:
+        """Report a stored response at once: its client may refer to it at another process once it has the head."""
+        self.report(messages.ResponseStored(response_id, backend, tenant))
+        if self.link is not None:
+            self.link.flush()
+
+    def report(self, message: Sendable) -> None:
+        """Send a message, now or on the next link."""
+        if self.link is None:
+            self._unsent.append(message)
+        else:
+            self.link.send(message)
+
+    # --- events of leases ---------------------------------------------------------------------------------------------
+
+    def apply(self, event: LeaseEvent, now: float) -> None:
+        """Report an event of a lease. Without a link, `RunningLease` reports its progress later."""
+        run = self._runs[event.lease]
+        match event:
+            # The cases are tried in this order: the frequent ones come first.
+            case Progress(_, output_tokens):
+                run.output_tokens = output_tokens
+            case Started():
+                run.started_s = now
+            case Committed():
+                run.committed = True
+            case _:
+                if isinstance(event, Returned):
+                    del self._runs[event.lease]
+                self.report(event)
+                return
+        if self.link is not None:
+            self.link.send(event)
+
+    # --- the other side -----------------------------------------------------------------------------------------------
+
+    def attach(self, link: Sender, prefixes: Iterable[messages.RememberedPrefix] = ()) -> None:
+        """Use a link, and report all waiting requests, running leases and these prefixes on it."""
+        now = _now()
+        self.link = link
+        while self._unsent:
+            link.send(self._unsent.popleft())
+        waiting = {call: asked for call, asked in self._waiting.items() if not asked.granted.done()}
+        link.send(messages.Resume(frozenset(waiting), frozenset(self._runs)))
+        for prefix in prefixes:
+            link.send(prefix)
+        for call, run in self._runs.items():
+            link.send(_running(call, run, relative_to(run.lease.grant.request, 0.0 if link.local else now), now))
+        for asked in waiting.values():
+            if asked.sent and asked.entry is AdmissionKind.NEW:
+                # A leader has already counted the request, which keeps its place in the queue.
+                asked.entry = AdmissionKind.RESUMED
+            self._ask(asked)
+        link.send(messages.Resumed())
+
+    def detach(self, link: Sender | None = None) -> None:
+        """Forget a link that is lost or leads to no leader any more; None: the current link."""
+        if link is None or self.link is link:
+            self.link = None
+
+    def handle(self, message: messages.LeaseGranted | messages.CallRefused | messages.LeaseCut) -> None:
+        """Handle a message from the attached link."""
+        if isinstance(message, messages.LeaseCut):
+            # In the next turn of the loop, after the task has received its lease.
+            asyncio.get_running_loop().call_soon(self._cut, message)
+            return
+        asked = self._waiting.get(message.call)
+        if asked is None or asked.granted.done():
+            return
+        if isinstance(message, messages.CallRefused):
+            asked.granted.set_exception(_refused(message))
+        elif message.placed.backend not in self._backends:
+            # Processes find backends at different times.
+            self.report(messages.CancelCall(message.call))
+            self._ask_again(asked, message.placed.backend)
+        else:
+            link, at_s = self.link, message.at_s
+            if link is not None and not link.local:
+                at_s += _now()
+                link.send(messages.LeaseAcknowledged(message.call))
+            # Each loop reads the clock once a turn, so the grant may seem earlier than the request.
+            grant = Grant(
+                message.call, as_stage(asked.request, message.stage), message.placed, max(asked.since_s, at_s),
+                message.queued_ahead, message.why, message.left_s,
+            )  # fmt: skip
+            run = self._runs[message.call] = _Run(Lease(grant, self.apply))
+            asked.granted.set_result(run.lease)
+
+    def _ask_again(self, asked: _Waiting, without: str) -> None:
+        """Ask again with another call number, because the leader may still have a lease with the old number."""
+        del self._waiting[asked.call]
+        asked.call, asked.excluded = next(self._serial), asked.excluded | {without}
+        self._waiting[asked.call] = asked
+        self._ask(asked)
+
+    def _cut(self, message: messages.LeaseCut) -> None:
+        run = self._runs.get(message.lease)
+        # The leader repeats this message after a lost connection.
+        if run is not None and not (run.lease.revoked if message.revoked else run.lease.preempted):
+            run.lease.cut(revoked=message.revoked)
+
+    # --- refusals -----------------------------------------------------------------------------------------------------
+
+    def refuse_waiting(self, since_s: float) -> None:
+        """Refuse waiting requests that are past their deadline, or all of them if the clock is past `since_s`."""
+        now = _now()
+        for asked in [*self._waiting.values()]:
+            if asked.granted.done():
+                continue
+            if now >= since_s:
+                message = "No member of the cluster schedules at the moment. Try again."
+                refused = Refused(Outcome.REJECTED_NO_BACKENDS, message, NO_LEADER_RETRY_S)
+            elif now >= asked.request.deadline_s:
+                refused = refusal(Drop(asked.request, Outcome.EXPIRED, NO_LEADER_RETRY_S))
+            else:
+                continue
+            asked.granted.set_exception(refused)
+
+    def drain(self, *, finish_waiting: bool = False) -> None:
+        """See `Dispatcher.drain`, for the requests of this process."""
+        self.draining = True
+        if finish_waiting:
+            return
+        self.granting = False
+        for call, asked in self._waiting.items():
+            if not asked.granted.done():
+                self.report(messages.CancelCall(call))
+                asked.granted.set_exception(shutting_down())
+
+
+def _refused(message: messages.CallRefused) -> Refused:
+    return Refused(message.outcome, message.message, message.retry_after_s)
+
+
+def _running(call: int, run: _Run, request: Request, now: float) -> messages.RunningLease:
+    grant = run.lease.grant
+    started_age_s = None if run.started_s is None else now - run.started_s
+    return messages.RunningLease(
+        call, request, grant.placed, now - grant.at_s, started_age_s, run.committed, run.output_tokens
+    )
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,292 @@
+"""Member side: the `Leasing` of a cluster member, with a client for the leader of each shard.
+
+The leader may be in this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+
+from llmproxy.core.backends.backend import Backend
+from llmproxy.core.backends.catalogue import Target
+from llmproxy.core.domain import AdmissionKind, Grant, Outcome, Refused, Request
+from llmproxy.core.lease_events import LeaseEvent, Started
+from llmproxy.core.shards import DEFAULT
+from llmproxy.observe.exit import RequestExit
+from llmproxy.remote import messages
+from llmproxy.remote.client import NO_LEADER_RETRY_S, Calls, LeaseClient
+from llmproxy.remote.cluster.compatibility import TO_MEMBER
+from llmproxy.remote.cluster.election import Leadership
+from llmproxy.remote.cluster.network import Network
+from llmproxy.remote.link import Link, Sender
+from llmproxy.remote.messages import Hello, Message, RememberedPrefix, ToMember
+from llmproxy.scheduling.dispatcher import Dispatcher
+from llmproxy.scheduling.lease import Admitted
+
+PREFIXES_MAX = 2_000
+"""Prompts that a member remembers for its next leader."""
+HASHES_MAX = 100_000
+"""Block hashes of all remembered prompts. They describe 50 MB of text, use 4 MB of memory and fill 1 MB of frames."""
+DISCOVERY_LAG_S = 10.0
+"""How long a member that has found a backend waits for the leader to find it too."""
+CONNECT_S = 2.0
+"""How long connecting may take, until the leader's Welcome."""
+
+
+class _Prefixes:
+    """Remembers which blocks of the member's most recent requests are cached, and where."""
+
+    def __init__(self, backends: Mapping[str, Backend]) -> None:
+        self._backends = backends
+        self._by_lease: OrderedDict[int, tuple[RememberedPrefix, int]] = OrderedDict()
+        """Lease -> its prefix, and the value of `Backend.processes` at that time."""
+        self._hashes = 0
+
+    def note(self, grant: Grant, hashes: Sequence[int]) -> None:
+        """Remember that the backend of a lease has cached these blocks of its prompt, or of prompt and answer."""
+        backend = self._backends.get(grant.placed.backend)
+        if backend is None or not hashes:
+            return
+        self._forget(grant.lease)
+        prefix = RememberedPrefix(grant.request.pool, grant.placed.backend, tuple(hashes))
+        self._by_lease[grant.lease] = prefix, backend.processes
+        self._hashes += len(prefix.hashes)
+        while self._hashes > HASHES_MAX or len(self._by_lease) > PREFIXES_MAX:
+            self._forget(next(iter(self._by_lease)))
+
+    def _forget(self, lease: int) -> None:
+        if lease in self._by_lease:
+            self._hashes -= len(self._by_lease.pop(lease)[0].hashes)
+
+    def all(self) -> Iterator[RememberedPrefix]:
+        """Yields the remembered prefixes, oldest first, without those of engine processes that have ended."""
+        for prefix, process in self._by_lease.values():
+            backend = self._backends.get(prefix.backend)
+            if backend is not None and backend.processes == process:
+                yield prefix
+
+
+class LeaderClient(LeaseClient):
+    """A lease client of the leader of a shard. Names are resolved in this process."""
+
+    def __init__(self, local: Dispatcher, backends: Container[str]) -> None:
+        """
+        Args:
+            local: The dispatcher of this process, which resolves names.
+            backends: Names of the backends that this member knows.
+        """
+        super().__init__(backends)
+        self._local = local
+        self._prefixes = _Prefixes(local.pools.backends)
+        self.calls: Callable[[], Calls | None] = lambda: None
+        """Makes calls to the leader that need no lease. None unless a leader in another process is connected."""
+
+    @property
+    def has_leader(self) -> bool:
+        """Whether a leader is attached. In standalone mode, this process is attached as leader."""
+        return self.link is not None
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether the leader is in this process."""
+        return self.link is not None and self.link.local
+
+    def follow(self, leader: Sender) -> None:
+        """Use this leader from now on, and report all waiting requests, running leases and known prefixes to it."""
+        self.attach(leader, self._prefixes.all())
+
+    async def resolve(
+        self, name: str | None, no_backend_wait_s: float, body_bytes: int, key: str = "", beside: str | None = None
+    ) -> Target:
+        """See `Dispatcher.resolve`. While this member waits for a name, the leader counts the wait for the autoscaler.
+
+        Returns when both processes know the name, because a leader refuses requests for an unknown name. Does not wait
+        for the leader longer than DISCOVERY_LAG_S after this member knows the name.
+        """
+        ends_s = _now() + no_backend_wait_s
+        try:
+            return await self._local.resolve(name, 0.0, body_bytes, key, beside)
+        except Refused as refused:
+            if refused.outcome is not Outcome.REJECTED_NO_BACKENDS or no_backend_wait_s <= 0.0:
+                raise
+
+        def message(call: int) -> messages.Resolve:
+            return messages.Resolve(call, name, ends_s - _now(), body_bytes, key, beside)
+
+        asking = asyncio.create_task(self._ask_leader(message), name="hold at the leader")
+        try:
+            target = await self._local.resolve(name, no_backend_wait_s, body_bytes, key, beside)
+            if not self.is_leader:
+                await asyncio.wait([asking], timeout=min(DISCOVERY_LAG_S, ends_s - _now()))
+            return target
+        finally:
+            asking.cancel()
+
+    async def _ask_leader(self, message: Callable[[int], Message]) -> None:
+        """Make a call to a leader in another process. Waits for such a leader; repeats the call if it changes."""
+        while True:
+            calls = self.calls()
+            if calls is not None:
+                try:
+                    await calls.answer(message)
+                except Refused as refused:
+                    if refused.outcome is not Outcome.DRAINING:
+                        return
+                else:
+                    return
+            await asyncio.sleep(NO_LEADER_RETRY_S)
+
+    def apply(self, event: LeaseEvent, now: float) -> None:
+        """See `LeaseClient.apply`."""
+        if isinstance(event, Started):
+            grant = self.grant(event.lease)
+            self._prefixes.note(grant, grant.request.prefix)
+        super().apply(event, now)
+
+    def cached(self, grant: Grant, hashes: Sequence[int]) -> None:
+        """See `Dispatcher.cached`."""
+        self._prefixes.note(grant, hashes)
+        super().cached(grant, hashes)
+
+    def exited(self, ended: RequestExit) -> None:
+        """Report the exit of a request for the page of a leader in another process."""
+        if self.link is not None and not self.link.local:
+            self.link.send(messages.ExitReport(ended.later(-_now())))
+
+    def drain(self, *, finish_waiting: bool = False) -> None:
+        """See `Dispatcher.drain`, for the requests of this member."""
+        self._local.drain(finish_waiting=True)
+        super().drain(finish_waiting=finish_waiting)
+
+
+class LeaderConnection:
+    """A connection to a leader. It is usable once the leader has sent its Welcome."""
+
+    def __init__(
+        self, leadership: Leadership, handle: Callable[[LeaderConnection, ToMember], None],
+        lost: Callable[[LeaderConnection, str], None],
+    ) -> None:  # fmt: skip
+        """`handle` gets each message of the leader, and `lost` the reason when the connection ends."""
+        self.leadership = leadership
+        self.link: Link[ToMember] = Link(
+            TO_MEMBER, lambda message: handle(self, message), lambda: lost(self, self._end_reason()), local=False
+        )
+        self.calls = Calls(self.link)
+        self.refusal: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        """None once the leader has welcomed this member, else the reason why not."""
+
+    async def open(self, network: Network, me: Hello) -> str | None:
+        """Connect, and wait for the Welcome. Returns None on success, else the reason of the failure."""
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                await network.connect(self.leadership.address, lambda: self.link)
+                self.link.send(me)
+                return await self.refusal
+        except (OSError, ValueError) as error:
+            return str(error) or "no answer"
+
+    def _end_reason(self) -> str:
+        if self.refusal.done():
+            return "the connection ended"
+        return "the connection ended before an answer, as where only one of two members uses TLS"
+
+    def set_refusal(self, why: str | None) -> None:
+        """Resolve `refusal`, unless it already is."""
+        if not self.refusal.done():
+            self.refusal.set_result(why)
+
+
+class ClusterLeasing:
+    """The `Leasing` for requests of all shards."""
+
+    def __init__(self, local: Dispatcher, backends: Container[str]) -> None:
+        """See `LeaderClient`."""
+        self._local = local
+        self._pools = local.pools
+        self._shards = local.pools.shards
+        self.by_shard = {name: LeaderClient(local, backends) for name in self._shards.names}
+        self._default = self.by_shard[DEFAULT]
+
+    # --- for requests -------------------------------------------------------------------------------------------------
+
+    def admit(
+        self, request: Request, excluded: frozenset[str] = frozenset(), entry: AdmissionKind = AdmissionKind.NEW
+    ) -> Admitted:
+        """See `Dispatcher.admit`."""
+        return self._client_for(request).admit(request, excluded, entry)
+
+    async def resolve(
+        self, name: str | None, no_backend_wait_s: float, body_bytes: int, key: str = "", beside: str | None = None
+    ) -> Target:
+        """See `LeaderClient.resolve`."""
+        shard = (
+            self._shards.for_pool(self._pools.catalogue.resolve_alias(name, key, beside))
+            if self._shards.separate
+            else DEFAULT
+        )
+        return await self.by_shard[shard].resolve(name, no_backend_wait_s, body_bytes, key, beside)
+
+    def direct(self, backend: str, cut: Callable[[], None]) -> AbstractContextManager[None]:
+        """See `Dispatcher.direct`."""
+        return self._local.direct(backend, cut)
+
+    def ended(self, request: Request, met: bool | None) -> None:
+        """See `Dispatcher.ended`."""
+        self._client_for(request).ended(request, met)
+
+    def cached(self, grant: Grant, hashes: Sequence[int]) -> None:
+        """See `Dispatcher.cached`."""
+        self._client_for(grant.request).cached(grant, hashes)
+
+    def response_stored(self, response_id: str, backend: str, tenant: str) -> None:
+        """See `LeaderClient.response_stored`. The default shard announces stored responses to all members."""
+        self._default.response_stored(response_id, backend, tenant)
+
+    def exited(self, ended: RequestExit) -> None:
+        """See `LeaderClient.exited`."""
+        self._client_for_exit(ended).exited(ended)
+
+    def shown_here(self, ended: RequestExit) -> bool:
+        """Whether the page of this process shows a request. With several shards, only the leader of its shard does."""
+        return not self._shards.separate or self._client_for_exit(ended).is_leader
+
+    def _client_for_exit(self, ended: RequestExit) -> LeaderClient:
+        backend = ended.routing.last.backend
+        return self.by_shard[DEFAULT if backend is None else self._pools.shard_for_backend(backend)]
+
+    def _client_for(self, request: Request) -> LeaderClient:
+        return self.by_shard[self._shards.for_pool(request.pool)]
+
+    # --- drain --------------------------------------------------------------------------------------------------------
+
+    @property
+    def draining(self) -> bool:
+        return self._default.draining
+
+    @property
+    def granting(self) -> bool:
+        return self._default.granting
+
+    def drain(self, *, finish_waiting: bool = False) -> None:
+        """See `Dispatcher.drain`, for the requests of this member."""
+        for client in self.by_shard.values():
+            client.drain(finish_waiting=finish_waiting)
+
+    # --- inspection ---------------------------------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> int:
+        """Requests of this member that wait for a lease."""
+        return sum(client.waiting for client in self.by_shard.values())
+
+    @property
+    def running(self) -> int:
+        """Leases that this member has."""
+        return sum(client.running for client in self.by_shard.values())
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

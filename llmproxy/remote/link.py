@@ -1,0 +1,272 @@
+"""The connection between a client of leases and the process that grants them, and its frame format.
+
+To a relay worker it is a socket pair that the worker inherits: it needs no path and no permission, and no other process
+can use it. Between cluster members it is a TCP connection, with heartbeats and size limits.
+
+A frame is a length in four bytes (big endian) and a MessagePack array of the messages that one side sent in one turn of
+its loop. A message is an array whose first item is its kind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, Protocol, TypeVar, cast
+
+import msgspec
+import structlog
+
+from llmproxy.observe.packed import packed
+from llmproxy.remote.messages import FromWorker, Ping, Sendable, ToWorker
+
+PING_S = 1.0
+SILENCE_S = 3.0
+"""A link between members that receives nothing for this long is closed."""
+LOCAL_BYTES_MAX = 1 << 30
+"""The maximum length of a frame on a link to a worker. No list of backends is as long."""
+FRAME_BYTES_MAX = 16 << 20
+"""The maximum length of a frame between members. A longer frame is a protocol error."""
+HELLO_BYTES_MAX = 16 << 10
+"""The limit for the first frame, in which the peer has to send its Hello."""
+FRAME_MESSAGES_MAX = 256
+"""An `Admit` has at most 37 kB, so a frame of this many messages stays below FRAME_BYTES_MAX."""
+UNSENT_BYTES_MAX = 64 << 20
+"""A link between members with more unsent bytes than this is closed: its peer does not read."""
+WHY_CHARS = 200
+_LENGTH = struct.Struct(">I")
+_log = structlog.get_logger()
+
+MessageT = TypeVar("MessageT")
+DecodedT = TypeVar("DecodedT", covariant=True)
+
+
+class Decoder(Protocol[DecodedT]):
+    """Decodes the body of a frame."""
+
+    def decode(self, data: memoryview, /) -> Sequence[DecodedT]:
+        """Returns the messages of a frame. Raises msgspec.DecodeError."""
+
+
+FROM_WORKER: msgspec.msgpack.Decoder[list[FromWorker]] = msgspec.msgpack.Decoder(list[FromWorker])
+TO_WORKER: msgspec.msgpack.Decoder[list[ToWorker]] = msgspec.msgpack.Decoder(list[ToWorker])
+
+
+def frame(messages: Iterable[Sendable]) -> bytes:
+    """Returns one frame with these messages."""
+    body = packed(list(messages))
+    return _LENGTH.pack(len(body)) + body
+
+
+class BrokenFrameError(Exception):
+    """Bytes that are not a frame of this protocol."""
+
+
+class Frames(Generic[MessageT]):
+    """Splits received bytes into frames, and decodes their messages."""
+
+    def __init__(self, decoder: Decoder[MessageT], bytes_max: int = LOCAL_BYTES_MAX) -> None:
+        self._decoder = decoder
+        self.bytes_max = bytes_max
+        self._bytes = bytearray()
+
+    def feed(self, data: bytes, handle: Callable[[MessageT], object]) -> None:
+        """Pass on the messages of the frames that these bytes complete. Raises BrokenFrameError."""
+        buffer = self._bytes
+        buffer += data
+        begin = 0
+        try:
+            while len(buffer) - begin >= _LENGTH.size:
+                (size,) = _LENGTH.unpack_from(buffer, begin)
+                if size > self.bytes_max:
+                    raise BrokenFrameError(f"a frame of {size} bytes")
+                end = begin + _LENGTH.size + size
+                if len(buffer) < end:
+                    break
+                with memoryview(buffer) as view:
+                    messages = self._decoder.decode(view[begin + _LENGTH.size : end])
+                begin = end
+                for message in messages:
+                    handle(message)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise BrokenFrameError(str(error)) from None
+        finally:
+            del buffer[:begin]
+
+
+class Sender(Protocol):
+    """Sends messages to the other side."""
+
+    local: bool
+    """Whether the other side is on this machine: it shares the clock, and lives as long as the link."""
+
+    def send(self, message: Sendable) -> None: ...
+
+    def flush(self) -> None: ...
+
+
+class Link(asyncio.Protocol, Generic[MessageT]):
+    """An end of a connection. Messages that are sent in one turn of the loop share a frame.
+
+    A link that is not `local` closes when its peer is silent, or does not read. The send buffer of a local link needs
+    no limit: messages come from the requests of one worker, whose number is limited.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder[MessageT],
+        on_message: Callable[[MessageT], None],
+        on_lost: Callable[[], None],
+        *,
+        local: bool,
+        on_broken: Callable[[str], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            on_message: Gets each message.
+            on_lost: Called when the connection has ended.
+            on_broken: Gets the reason when a peer that is not `identified` sends an invalid frame. Until then its
+                frames must be short. None: the peer is known.
+        """
+        self.local = local
+        self._bytes_max = LOCAL_BYTES_MAX if local else FRAME_BYTES_MAX
+        self._frames = Frames(decoder, self._bytes_max if on_broken is None else HELLO_BYTES_MAX)
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._on_broken = on_broken
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.WriteTransport | None = None
+        self._unsent: list[Sendable] = []
+        self._heard_s = self._checked_s = self._loop.time()
+        self._beat: asyncio.TimerHandle | None = None
+        self.lost = False
+
+    # --- connection ---------------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.WriteTransport, transport)
+        if not self.local:
+            self._heard_s = self._checked_s = self._loop.time()
+            self._beat = self._loop.call_later(PING_S, self._check)
+
+    def data_received(self, data: bytes) -> None:
+        if not self.local:
+            self._heard_s = self._loop.time()
+        try:
+            self._frames.feed(data, self._handle)
+        except BrokenFrameError as error:
+            if self._on_broken is not None:
+                self._on_broken(str(error))
+            else:
+                _log.error("broken_frame", peer=str(self.peer), why=str(error)[:WHY_CHARS])
+            self.abort()
+
+    def _handle(self, message: MessageT) -> None:
+        try:
+            self._on_message(message)
+        except Exception as error:  # noqa: BLE001 - a bug in one message must not lose the next ones
+            _report_bug(message, error)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        del exc
+        if self._beat is not None:
+            self._beat.cancel()
+        self.lost = True
+        self._unsent.clear()
+        self._on_lost()
+
+    def identified(self) -> None:
+        """Allow frames of full length, because the peer has proved to be a member."""
+        self._frames.bytes_max = self._bytes_max
+        self._on_broken = None
+
+    @property
+    def transport(self) -> asyncio.BaseTransport:
+        """The transport of the connection, once it is open."""
+        assert self._transport is not None
+        return self._transport
+
+    @property
+    def peer(self) -> object:
+        """Address and port of the peer; empty or None for a socket pair."""
+        return None if self._transport is None else self._transport.get_extra_info("peername")
+
+    def _check(self) -> None:
+        assert self._transport is not None
+        now = self._loop.time()
+        if now - self._checked_s > 2 * PING_S:
+            # This process was paused: data that arrived meanwhile is not read yet.
+            self._heard_s = now
+        self._checked_s = now
+        silent_s = now - self._heard_s
+        if silent_s > SILENCE_S or self._transport.get_write_buffer_size() > UNSENT_BYTES_MAX:
+            self.abort()
+            return
+        self.send(Ping())
+        self._beat = self._loop.call_later(PING_S, self._check)
+
+    # --- sending ------------------------------------------------------------------------------------------------------
+
+    def send(self, message: Sendable) -> None:
+        """Send at the end of this turn of the loop. Does nothing after the connection has ended."""
+        if self.lost:
+            return
+        if not self._unsent:
+            self._loop.call_soon(self.flush)
+        self._unsent.append(message)
+
+    def flush(self) -> None:
+        """Send all queued messages now."""
+        if self._transport is None or not self._unsent:
+            return
+        messages, self._unsent = self._unsent, []
+        if self._transport.is_closing():
+            return
+        for begin in range(0, len(messages), FRAME_MESSAGES_MAX):
+            self._write(self._transport, messages[begin : begin + FRAME_MESSAGES_MAX])
+
+    def _write(self, transport: asyncio.WriteTransport, messages: list[Sendable]) -> None:
+        data = frame(messages)
+        if len(data) <= self._bytes_max:
+            transport.write(data)
+        elif len(messages) > 1:
+            self._write(transport, messages[: len(messages) // 2])
+            self._write(transport, messages[len(messages) // 2 :])
+        else:
+            # Not sent, because the peer would close the connection.
+            self._loop.call_exception_handler({"message": f"too long to send: {messages[0]!r:.200}"})
+
+    def close(self) -> None:
+        """Close the connection after all messages are written."""
+        self.flush()
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        """Close the connection now, without the unsent messages."""
+        if self._transport is not None:
+            self._transport.abort()
+
+
+class LocalLink:
+    """A link within one process, for example from the leader to itself. `send` delivers at once."""
+
+    local = True
+
+    def __init__(self, handle: Callable[[Any], None]) -> None:
+        self._handle = handle
+
+    def send(self, message: Sendable) -> None:
+        try:
+            self._handle(message)
+        except Exception as error:  # noqa: BLE001 - as on a connection, a bug in one message affects no other message
+            _report_bug(message, error)
+
+    def flush(self) -> None:
+        """Does nothing: no message waits here."""
+
+
+def _report_bug(message: object, error: Exception) -> None:
+    asyncio.get_running_loop().call_exception_handler(
+        {"message": f"handling a message failed: {message!r:.200}", "exception": error}
+    )

@@ -1,0 +1,337 @@
+"""Server side: the messages of one client process become calls of the dispatcher.
+
+A waiting call is a task. A granted lease is held here until the client returns it. When the client is gone, its tasks
+are cancelled and its leases returned, as if the clients of its requests had left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from llmproxy.core.domain import Outcome, Refused, Request, Verdict
+from llmproxy.core.lease_events import Committed, LeaseEvent, Progress, Returned, Started
+from llmproxy.gateway.http.errors import INTERNAL_MESSAGE
+from llmproxy.observe.exit import RequestExit
+from llmproxy.observe.logs import log_internal
+from llmproxy.remote import messages
+from llmproxy.remote.link import Sender
+from llmproxy.remote.messages import FromMember, FromWorker, Message, PageRequest, PageResponse, relative_to
+from llmproxy.scheduling.dispatcher import Dispatcher
+from llmproxy.scheduling.lease import Lease
+
+RETURNED_MAX = 4096
+"""The number of returned leases that are remembered, because a `PrefixCached` may still arrive for them."""
+
+Page = Callable[[PageRequest], Awaitable[PageResponse]]
+CallT = TypeVar("CallT", messages.Admit, messages.Resolve, PageRequest, messages.DirectRequest)
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """The parts of this process that its clients use."""
+
+    dispatcher: Dispatcher
+    page: Page
+    """Answers requests that are not for an engine."""
+    exited: Callable[[RequestExit], None]
+    """Gets the exit of each request of a client."""
+    stored: Callable[[messages.ResponseStored, LeaseServer], None]
+    """Gets a stored response, and the server of the client that reported it."""
+    update_clients: Callable[[], None] = lambda: None
+    """Sends pending changes to all clients. Called before an answer that depends on a change."""
+
+
+class _Lent(Struct, eq=False):
+    """A lease of the client, and how far its attempt has come."""
+
+    lease: Lease
+    # Without this, the lease ends when the connection is lost.
+    acknowledged: bool = False
+    started: bool = False
+    committed: bool = False
+
+
+class LeaseServer:
+    """Serves the calls of one client process over successive links."""
+
+    def __init__(self, services: Services, other: Callable[[FromWorker | FromMember], None], shard: str | None) -> None:
+        """
+        Args:
+            other: Gets messages that do not concern leases.
+            shard: Requests for other shards are refused; None: there is only one.
+        """
+        self._services = services
+        self._dispatcher = services.dispatcher
+        self._pools = services.dispatcher.pools
+        self._other = other
+        self._shard = shard
+        self._loop = asyncio.get_running_loop()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        """Calls that are not answered yet."""
+        self._lent: dict[int, _Lent] = {}
+        self._numbers: OrderedDict[int, int] = OrderedDict()
+        """The client's number of a lease -> the lease number of this dispatcher."""
+        self._reported: set[str] = set()
+        """Ids of the requests that the client has reported on this link."""
+        self._direct = 0
+        self.requests: dict[str, Request] = {}
+        """Id -> open request of the client."""
+        self.link: Sender | None = None
+        """The current link. Messages of older links are stale."""
+        self._shares_clock = True
+        self.resumed = False
+        """Whether the client has reported its requests and leases on this link."""
+
+    @property
+    def open_requests(self) -> int:
+        """Requests of the client that have not ended, including direct ones, which need no lease."""
+        return len(self.requests) + self._direct
+
+    @property
+    def leases(self) -> int:
+        """Number of leases of the client."""
+        return len(self._lent)
+
+    @property
+    def waiting(self) -> int:
+        """Number of calls that are not answered yet."""
+        return len(self._tasks)
+
+    def send(self, message: Message) -> None:
+        """Send one message to the client, if it is connected."""
+        if self.link is not None:
+            self.link.send(message)
+
+    # --- links --------------------------------------------------------------------------------------------------------
+
+    def attach(self, link: Sender) -> None:
+        """Use a new link, on which the client will report its requests and leases."""
+        self.link, self.resumed, self._shares_clock = link, False, link.local
+
+    def detach(self) -> None:
+        """Note a lost link. Leases of the client go on.
+
+        Pending calls are cancelled. On its next link, the client sends them again with their current age.
+        """
+        self.link = None
+        self._cancel_tasks()
+        for call in [call for call, lent in self._lent.items() if not lent.acknowledged]:
+            self._take_back(call)
+
+    def end(self) -> None:
+        """The client is gone: cancel its calls and return its leases. Then its requests can be `forget`-ed."""
+        self.link = None
+        self._cancel_tasks()
+        for call in [*self._lent]:
+            self._take_back(call)
+
+    def _cancel_tasks(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+
+    def forget(self, request_id: str, met: bool | None = None) -> None:
+        """Note the end of a request."""
+        request = self.requests.pop(request_id, None)
+        if request is not None:
+            self._dispatcher.ended(request, met)
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def _call(self, work: Callable[[CallT], Awaitable[None]], asked: CallT) -> None:
+        task = self._tasks[asked.call] = self._loop.create_task(self._answered(work, asked))
+        task.add_done_callback(partial(self._call_over, asked.call))
+
+    def _call_over(self, call: int, task: asyncio.Task[None]) -> None:
+        # A reconnecting member reuses some call numbers while the old calls are still being cancelled.
+        if self._tasks.get(call) is task:
+            del self._tasks[call]
+
+    async def _answered(self, work: Callable[[CallT], Awaitable[None]], asked: CallT) -> None:
+        call = asked.call
+        try:
+            await work(asked)
+        except Refused as refused:
+            self.send(messages.CallRefused(call, refused.outcome, refused.message, refused.retry_after_s))
+        except Exception as bug:  # noqa: BLE001 - the client's request must end whatever the bug
+            log_internal(f"call {call}", bug)
+            self.send(messages.CallRefused(call, Outcome.INTERNAL, INTERNAL_MESSAGE, None))
+
+    async def _admit(self, asked: messages.Admit) -> None:
+        lease = await self._dispatcher.wait(asked.request, asked.excluded, asked.entry)
+        lent = self._lend(asked.call, lease)
+        self._services.update_clients()
+        self._grant(asked.call, lent)
+
+    def _lend(self, call: int, lease: Lease) -> _Lent:
+        lent = self._lent[call] = _Lent(lease)
+        self._numbers[call] = lease.grant.lease
+        if len(self._numbers) > RETURNED_MAX + len(self._lent):
+            self._numbers.popitem(last=False)
+        lease.on_cut = lambda: self.send(messages.LeaseCut(call, lease.revoked))
+        return lent
+
+    def _grant(self, call: int, lent: _Lent) -> None:
+        """Send the lease to the client. The grant may have been lost with an earlier link."""
+        grant, lent.acknowledged = lent.lease.grant, False
+        at_s = grant.at_s if self._shares_clock else grant.at_s - self._loop.time()
+        self.send(
+            messages.LeaseGranted(
+                call, grant.request.stage, grant.placed, at_s, grant.queued_ahead, grant.why, grant.left_s
+            )
+        )
+        self._repeat_cut(lent)
+
+    def _repeat_cut(self, lent: _Lent) -> None:
+        """Send the `LeaseCut` of a lease that was cut before the client got it, or whose cut may have been lost."""
+        lease = lent.lease
+        if lease.on_cut is not None and (lease.revoked or lease.preempted):
+            lease.on_cut()
+
+    def _take_back(self, call: int, returned: LeaseEvent | None = None) -> None:
+        """Return a lease in the next turn of the loop, after the waiting tasks of this turn. None: its client left."""
+        lease = self._lent.pop(call).lease
+        # Breaks the reference cycle of lease and callback, which only the garbage collector could free.
+        lease.on_cut = None
+        event = returned or Returned(lease.grant.lease, Verdict.CLIENT_GONE)
+        self._loop.call_soon(lease.apply, event, self._loop.time())
+
+    async def _resolve(self, call: messages.Resolve) -> None:
+        target = await self._dispatcher.resolve(
+            call.name, call.no_backend_wait_s, call.body_bytes, call.key, call.beside
+        )
+        self._services.update_clients()
+        self.send(messages.NameResolved(call.call, target))
+
+    async def _page(self, page: PageRequest) -> None:
+        self.send(await self._services.page(page))
+
+    async def _go_direct(self, asked: messages.DirectRequest) -> None:
+        cut = asyncio.Event()
+        with self._dispatcher.direct(asked.backend, cut.set):
+            self._direct += 1
+            try:
+                await cut.wait()
+            finally:
+                self._direct -= 1
+        raise Refused(Outcome.CONNECT_FAILED, "The backend is gone.")
+
+    # --- messages of the client ---------------------------------------------------------------------------------------
+
+    def handle(self, message: FromWorker | FromMember) -> None:
+        """Handle a message of the client. A lease that this process could not book has no entry."""
+        match message:
+            case LeaseEvent(call):
+                if (lent := self._lent.get(call)) is not None:
+                    self._apply(lent, message)
+            case messages.Admit():
+                self._asked(message)
+            case messages.LeaseAcknowledged(call):
+                if (lent := self._lent.get(call)) is not None:
+                    lent.acknowledged = True
+            case messages.RequestEnded(request_id, met):
+                # In the next turn of the loop, after its lease is returned.
+                self._loop.call_soon(self.forget, request_id, met)
+            case messages.PrefixCached(pool, call, backend, hashes):
+                if (number := self._numbers.get(call)) is not None:
+                    self._loop.call_soon(self._pools.cached, pool, number, backend, hashes)
+            case messages.ExitReport(record):
+                self._services.exited(record if self._shares_clock else record.later(self._loop.time()))
+            # The cases are tried in this order: the rare ones come last.
+            case messages.CancelCall(call):
+                if call in self._lent:
+                    self._take_back(call)
+                elif call in self._tasks:
+                    self._tasks[call].cancel()
+            case messages.Resolve():
+                self._call(self._resolve, message)
+            case messages.PageRequest():
+                self._call(self._page, message)
+            case messages.DirectRequest():
+                self._call(self._go_direct, message)
+            case messages.ResponseStored():
+                self._services.stored(message, self)
+            case messages.Resume():
+                self._resume(message)
+            case messages.RunningLease():
+                self._resume_lease(message)
+            case messages.Resumed():
+                self.resumed = True
+                for request_id in self.requests.keys() - self._reported:
+                    # The request ended while the connection was lost.
+                    self._loop.call_soon(self.forget, request_id)
+                self._other(message)
+            case messages.RememberedPrefix(pool, backend, hashes):
+                self._pools.restore_prefix(pool, backend, hashes)
+            case _:
+                self._other(message)
+
+    def _apply(self, lent: _Lent, event: LeaseEvent) -> None:
+        kind, call, number = type(event), event.lease, lent.lease.grant.lease
+        # The client numbers its leases itself.
+        event = replace(event, lease=number)
+        if kind is Returned:
+            self._take_back(call, event)
+            return
+        lent.started |= kind is Started
+        lent.committed |= kind is Committed
+        lent.lease.apply(event, self._loop.time())
+
+    def _asked(self, asked: messages.Admit) -> None:
+        call, request = asked.call, asked.request
+        self._reported.add(request.id)
+        if (lent := self._lent.get(call)) is not None:
+            self._grant(call, lent)
+        elif self._shard is not None and self._pools.shards.for_pool(request.pool) != self._shard:
+            why = f"Members differ about the lock of `{request.pool}`. Give all of them the same cluster.pools."
+            self.send(messages.CallRefused(call, Outcome.REJECTED_NO_BACKENDS, why, None))
+        elif call not in self._tasks:
+            if not self._shares_clock:
+                request = relative_to(request, -self._loop.time())
+                asked = replace(asked, request=request)
+            self.requests[request.id] = request
+            self._call(self._admit, asked)
+
+    # --- resuming a client --------------------------------------------------------------------------------------------
+
+    def _resume(self, resume: messages.Resume) -> None:
+        """Cancel calls that the client does not report any more."""
+        self._reported.clear()
+        for call, task in self._tasks.items():
+            if call not in resume.waiting and call not in resume.running:
+                task.cancel()
+        for call in self._lent.keys() - resume.waiting - resume.running:
+            self._take_back(call)
+
+    def _resume_lease(self, running: messages.RunningLease) -> None:
+        """Book a lease that an earlier leader granted, or catch up with the progress of a lease of this leader."""
+        call, now = running.call, self._loop.time()
+        request = running.request
+        self._reported.add(request.id)
+        lent = self._lent.get(call)
+        if lent is None:
+            if not self._shares_clock:
+                request = relative_to(request, -now)
+            resumed = self._dispatcher.resume(request, running.placed, now - running.age_s)
+            if resumed is None:
+                return
+            self.requests[request.id] = request
+            lent = self._lend(call, resumed)
+        lent.acknowledged = True
+        lease, number = lent.lease, lent.lease.grant.lease
+        if running.started_age_s is not None and not lent.started:
+            lent.started = True
+            lease.apply(Started(number), now - running.started_age_s)
+        if running.committed and not lent.committed:
+            lent.committed = True
+            lease.apply(Committed(number), now)
+        if running.output_tokens:
+            lease.apply(Progress(number, running.output_tokens), now)
+        self._repeat_cut(lent)
