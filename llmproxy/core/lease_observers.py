@@ -44,7 +44,7 @@ class ChargeObserver(LeaseObserver):
 
     def booked(self, lease: LeaseRecord, now: float) -> None:
         number, request = lease.number, lease.request
-        fairness = self._room.band(request.band).fairness
+        fairness = self._room.bands[request.band].fairness
         carried = self._charged[number] = self._carried[number] = self._between.pop(request.id, 0.0)
         try:
             if request.stage is not DECODE:
@@ -61,7 +61,7 @@ class ChargeObserver(LeaseObserver):
 
     def already_charged(self, request: Request, number: int) -> None:
         """Reverts the charge of a lease that was just booked, because the restored balances already include it."""
-        fairness = self._room.band(request.band).fairness
+        fairness = self._room.bands[request.band].fairness
         more = (self._carried[number] - self._charged[number]) / request.weight
         self._faults.notify(fairness.charge, request.flow, more)
 
@@ -69,7 +69,7 @@ class ChargeObserver(LeaseObserver):
         request = lease.request
         if request.stream and request.stage is not PREFILL:
             try:
-                self._room.band(request.band).fairness.started(request, now)
+                self._room.bands[request.band].fairness.started(request, now)
             except Exception as fault:  # noqa: BLE001 - a policy may be a plugin
                 self._faults.note(fault)
 
@@ -107,7 +107,7 @@ class ChargeObserver(LeaseObserver):
         """Refunds the carried charge of a prefill stage if no answer followed."""
         carried = self._between.pop(request.id, 0.0)
         if carried:
-            fairness = self._room.band(request.band).fairness
+            fairness = self._room.bands[request.band].fairness
             self._faults.notify(fairness.charge, request.flow, -carried / request.weight)
 
     def _prompt(self, lease: LeaseRecord) -> float:
@@ -117,7 +117,7 @@ class ChargeObserver(LeaseObserver):
     def _charge_to(self, lease: LeaseRecord, cost: float) -> None:
         request = lease.request
         more = (cost - self._charged[lease.number]) / request.weight
-        self._room.band(request.band).fairness.charge(request.flow, more)
+        self._room.bands[request.band].fairness.charge(request.flow, more)
         self._charged[lease.number] = cost
 
 

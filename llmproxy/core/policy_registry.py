@@ -17,7 +17,7 @@ class Faults:
     """Collects the exceptions of policies. A policy may be a plugin, so its fault must not corrupt the core's state."""
 
     def __init__(self) -> None:
-        self._noted: list[Exception] = []
+        self.noted: list[Exception] = []
         self._reported: dict[tuple[str, int], tuple[float, int]] = {}
 
     def notify(self, hook: Callable[..., None], *event: object) -> None:
@@ -29,15 +29,15 @@ class Faults:
 
     def note(self, fault: Exception) -> None:
         """Stores an exception for `take`; drops it if FAULTS_MAX are stored."""
-        if len(self._noted) < FAULTS_MAX:
-            self._noted.append(fault)
+        if len(self.noted) < FAULTS_MAX:
+            self.noted.append(fault)
 
     def take(self, now: float) -> list[tuple[Exception, int]]:
         """Returns the exceptions since the last call. Each line of code is reported once in FAULT_REPORT_S.
 
         Each is paired with the number of exceptions of its line that were omitted before it.
         """
-        noted, self._noted = self._noted, []
+        noted, self.noted = self.noted, []
         reported: list[tuple[Exception, int]] = []
         for fault in noted:
             place = _place(fault)
@@ -50,7 +50,7 @@ class Faults:
         return reported
 
     def __bool__(self) -> bool:
-        return bool(self._noted)
+        return bool(self.noted)
 
 
 def _place(fault: Exception) -> tuple[str, int]:

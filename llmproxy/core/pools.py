@@ -447,13 +447,21 @@ class Pools:
 
     def faults(self, now: float) -> list[tuple[Exception, int]]:
         """Returns the exceptions of the policies of all pools; see `Faults.take`."""
-        return [fault for scheduler in self._all for fault in scheduler.faults.take(now)]
+        found: list[tuple[Exception, int]] = []
+        for scheduler in self._all:
+            if scheduler.faults.noted:
+                found += scheduler.faults.take(now)
+        return found
 
     def next_wakeup(self, now: float) -> float | None:
         if self._to_regroup:
             return now
-        times = [scheduler.next_wakeup(now) for scheduler in self._deciding(now)]
-        return min([time for time in times if time is not None], default=None)
+        earliest_s: float | None = None
+        for scheduler in self._deciding(now):
+            wakeup_s = scheduler.next_wakeup(now)
+            if wakeup_s is not None and (earliest_s is None or wakeup_s < earliest_s):
+                earliest_s = wakeup_s
+        return earliest_s
 
     def take_health_events(self) -> list[tuple[str, EjectionEvent]]:
         """Returns the ejections, their ends and the skipped ejections since the last call, in order."""

@@ -244,15 +244,15 @@ class Scheduler:
         self._reservations.release(request.id)
         self._blame.ended(request.id)
         self.charges.ended(request)
-        self._room.band(request.band).ended(request, met, now)
+        self._room.bands[request.band].ended(request, met, now)
 
     def balances(self) -> dict[int, Mapping[str, float]]:
         """Returns per band the balances of its flows; see `FairnessPolicy.balances`."""
-        return {level: self._room.band(level).fairness.balances() for level in self._room.order}
+        return {level: self._room.bands[level].fairness.balances() for level in self._room.order}
 
     def restore(self, band: int, balances: Mapping[str, float]) -> None:
         """Takes over the flow balances of a band from another process."""
-        self.faults.notify(self._room.band(band).fairness.restore, balances)
+        self.faults.notify(self._room.bands[band].fairness.restore, balances)
 
     # --- decisions -----------------------------------------------------------------------------------------------
 
@@ -274,7 +274,8 @@ class Scheduler:
 
     def _pass(self, now: float) -> None:
         decisions = self._decided
-        self.leases.revoke(self._backends.eject_outliers(now))
+        if now >= self._backends.outliers.check_s:
+            self.leases.revoke(self._backends.eject_outliers(now))
         decisions += self.leases.take_revoked()
         if self._shed:
             decisions += self._shed
@@ -282,12 +283,11 @@ class Scheduler:
         if self._prefilled:
             self._grant_answers(decisions, now)
         decisions += self._preemption.clear(self._backends.by_name.values(), now)
-        alive = self._backends.any_up()
-        self._room.deadlines.set_pool_up(alive, now)
         self._more = False
         if not self._room.waiting:
             # Most passes follow a reading or the end of a lease while no request waits, and need no views.
             return
+        self._room.deadlines.set_pool_up(self._backends.any_up(), now)
         expired = self._expired(now)
         decisions += expired
         # Requests beyond their deadline are dropped before any grant.
@@ -298,7 +298,7 @@ class Scheduler:
         this = _Pass(now, self._backends.views(now), decisions)
         self._placement.begin(this.views)
         self._grant_all(this)
-        while this.steps < PASS_MAX and not this.blocked and self._room.readmit(now):
+        while self._room.blocked.size and this.steps < PASS_MAX and not this.blocked and self._room.readmit(now):
             self._grant_all(this)
         self._more = this.steps >= PASS_MAX and bool(self._room)
         if self._room.waiting and not self._more:
@@ -341,12 +341,14 @@ class Scheduler:
         # A blocked request that was readmitted may fit where the others of its band did not.
         this.guaranteed_none.clear()
         for level in self._room.order:
-            band = self._room.band(level)
+            band = self._room.bands[level]
             if not band.size and not self._room.blocked.size:
                 continue
             unmatched = Unmatched()
             # A readmitted request may belong to a lower band that is owed its minimum share.
-            while (band.size or self._readmit(level, this)) and self._grant_guaranteed(this):
+            while (band.size or (self._room.blocked.size and self._readmit(level, this))) and self._grant_guaranteed(
+                this
+            ):
                 if not band.size:
                     # The last request of the band was granted by the minimum share.
                     continue
@@ -425,7 +427,7 @@ class Scheduler:
         self, level: int, ceiling: float, this: _Pass, unmatched: Unmatched, *, guaranteed: bool = False
     ) -> Grant | NoCapacity | None:
         """Grants the next request of a band. Returns None if there is room, but not for any examined request."""
-        band = self._room.band(level)
+        band = self._room.bands[level]
         for backend in this.outdated:
             self._backends.refresh(this.views, backend, this.now)
         this.outdated = ()
@@ -437,7 +439,7 @@ class Scheduler:
                 found = limited(head(band, this.now), self._limits) or NO_CAPACITY
             else:
                 # Blocked requests may be readmitted in this pass, and use the room that a higher band declined.
-                patient = self._room.levels()[-1] == level and not self._room.blocked.any_below(level)
+                patient = not self._room.any_below(level)
                 found = first_fit(
                     band, self._placement, views, ceiling, self._limits, unmatched, this.now, patient=patient
                 )
@@ -455,7 +457,7 @@ class Scheduler:
     def _book(self, found: Fit, this: _Pass, guaranteed: bool) -> Grant:
         queued, placed, now = found.queued, found.placed, this.now
         request = queued.request
-        band = self._room.band(request.band)
+        band = self._room.bands[request.band]
         inverted = not guaranteed and self._inverts(placed, request.band, now)
         standing = band.fairness.standing(request.flow)
         ahead, left_s = len(self._room) - 1, self._room.deadlines.own_left_s(queued, now)
@@ -480,11 +482,12 @@ class Scheduler:
     def _inverts(self, placed: Placed, level: int, now: float) -> bool:
         """Returns whether a grant to band `level` takes a slot that a waiting request of a higher band could use."""
         backend = placed.answers_on or placed.backend
-        above = [one for one in self._room.levels() if one > level and self._room_on(backend, one, now)]
+        room = self._room
+        above = [one for one in room.order if one > level and room.bands[one].size and self._room_on(backend, one, now)]
         if not above:
             return False
         view = self._backends.by_name[backend].view(now)
-        return passes_over(map(self._room.band, above), view, self._limits)
+        return passes_over(map(room.bands.__getitem__, above), view, self._limits)
 
     def _preempt(self, level: int, this: _Pass, *, some_room: bool = False) -> None:
         """Preempts leases for requests of a band that find no room.
@@ -497,7 +500,7 @@ class Scheduler:
         if some_room:
             seen = self._headroom.views_for(level, this.views, this.now)
             ready = self._placement.ready(seen, level, self._headroom.ceiling(level, this.now), this.now)
-        with closing(self._room.band(level).heads()) as heads:
+        with closing(self._room.bands[level].heads()) as heads:
             waiting = (
                 one
                 for one in chain(islice(heads, LOOK_MAX), self._room.blocked.at_backends(level))
@@ -515,9 +518,11 @@ class Scheduler:
         return max(1, view.limit + view.look_ahead - view.load)
 
     def _expired(self, now: float) -> list[Drop]:
-        drops = []
-        due = [(queued, self._room.leave(queued)) for queued in self._room.deadlines.due(now, PASS_MAX)]
-        for queued, waited in due:
+        drops: list[Drop] = []
+        due = self._room.deadlines.due(now, PASS_MAX)
+        if not due:
+            return drops
+        for queued, waited in [(queued, self._room.leave(queued)) for queued in due]:
             model = queued.request.model
             alive = any(backend.up and backend.serves(model) for backend in self._backends.by_name.values())
             outcome = Outcome.EXPIRED if alive and not queued.on_hold else Outcome.EXPIRED_NO_BACKENDS

@@ -225,7 +225,7 @@ class PoolInspector:
             label=request.label,
             band=request.band,
             flow=request.flow,
-            ahead_in_bands=sum(self.room.band(level).size for level in self.room.levels() if level > request.band),
+            ahead_in_bands=sum(self.room.bands[level].size for level in self.room.levels() if level > request.band),
             ahead_in_flow=self.room.before(queued),
             waited_s=self.now - request.arrived_s,
             left_s=self.room.deadlines.left_s(queued, self.now),
@@ -237,7 +237,7 @@ class PoolInspector:
         ceiling, min_share = self.headroom.ceiling(level, self.now), self.settings.min_shares.get(level, 0.0)
         if level not in self.room.order:
             return BandSnapshot(level, ceiling, min_share, 0, blocked, 0, ())
-        band = self.room.band(level)
+        band = self.room.bands[level]
         with closing(_candidates(band, self.now)) as flows:
             names = list(islice(flows, flows_max))
         shown = tuple(self._flow(band, name) for name in names)

@@ -23,7 +23,7 @@ def upside_down(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken(WaitingRoom):
         @property
         def order(self) -> list[int]:
-            return sorted(self._bands)
+            return sorted(self.bands)
 
         @order.setter
         def order(self, levels: list[int]) -> None:

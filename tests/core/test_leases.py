@@ -42,7 +42,7 @@ class Ledger:
         return self.leases.book(request(), placed, self.backends[backend], 0.0)
 
     def charged(self) -> float:
-        fairness = self.room.band(0).fairness
+        fairness = self.room.bands[0].fairness
         assert isinstance(fairness, FairShare)
         return fairness.counter("flow")
 

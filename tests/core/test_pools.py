@@ -321,7 +321,7 @@ def test_a_policy_that_raises_leaves_every_account_settled(
     scheduler = one.schedulers["base"]
     hearing = {
         "placement": scheduler._placement.observer,
-        "fairness": scheduler._room.band(DEFAULT).fairness,
+        "fairness": scheduler._room.bands[DEFAULT].fairness,
         "charge": scheduler.charges.charge,
     }
     raised = count(1)

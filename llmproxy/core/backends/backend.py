@@ -456,13 +456,9 @@ class Backend:
     def _load_changed(self, *, alone: bool = True) -> None:
         """Discards the cached view, but keeps its outline if only the load changed (`alone`)."""
         self._view = None
-        if not (alone and self._steady):
+        # A lease that begins or ends normally changes the outline only in these cases.
+        if not alone or self.health.ejected or (self.reading is not None and self.reading.deferred):
             self._outline = None
-
-    @property
-    def _steady(self) -> bool:
-        """Whether a lease that begins or ends normally changes nothing in the view but its load."""
-        return not self.health.ejected and (self.reading is None or not self.reading.deferred)
 
     def _make_view(self, now: float) -> View:
         outline = self._outline

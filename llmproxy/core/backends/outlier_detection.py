@@ -81,7 +81,7 @@ class OutlierDetection:
         self._prefill = LearnedLine(BASE_TOKENS / 15_000, 1 / 15_000, USUAL_TOKENS, JITTER_S, 1.0 / BASE_TOKENS)
         self._hangs = HangDetection(settings, peers, self._backends, self._prefill)
         self._step_s = 0.01
-        self._check_s = -inf
+        self.check_s = -inf
         self._judge_s = -inf
 
     def reconfigure(self, settings: HealthSettings) -> None:
@@ -308,16 +308,16 @@ class OutlierDetection:
     def due_s(self) -> float | None:
         """The earliest time at which a present silence is too long; None if only an event can show it."""
         known = self._hangs.due_s < inf and len(self._peers.members) > 1
-        return max(self._hangs.due_s, self._check_s) if known else None
+        return max(self._hangs.due_s, self.check_s) if known else None
 
     def outliers(self, now: float) -> tuple[dict[str, Hang], dict[str, str]]:
         """Returns the hung backends with the evidence, and the slow backends with the reason.
 
         Must be called after every event, and at `due_s`.
         """
-        if now < self._check_s:
+        if now < self.check_s:
             return {}, {}
-        self._check_s, self._hangs.due_s = now + CHECK_S, inf
+        self.check_s, self._hangs.due_s = now + CHECK_S, inf
         if len(self._peers.members) < 2:
             return {}, {}
         hung = {}

@@ -110,9 +110,9 @@ class BackendLoad:
         # Non-streamed answers that end before this time are not learned from (`WHOLE_EVERY_S`).
         self._learns_at_s = 0.0
         # Band -> (streams with an objective, sum of their objectives in tokens per second).
-        self._rationing: dict[int, tuple[int, float]] = {}
+        self.rationing: dict[int, tuple[int, float]] = {}
         # Lease -> prompts without a first byte, in the order of booking.
-        self._unstarted: dict[int, InFlight] = {}
+        self.unstarted: dict[int, InFlight] = {}
         # Lease -> requests that wait for a place in the full batch.
         self._queued: dict[int, InFlight] = {}
         # Non-streamed requests in `_unstarted`.
@@ -127,7 +127,7 @@ class BackendLoad:
         self._began_s = 0.0
         self._begun = 0
         self._tokens = self._attended = 0.0
-        self._loads: list[int] = []
+        self.loads: list[int] = []
         # Whether the time of the stretch can be learned: no prompt was deferred or crowded, and its time is not mixed.
         self._known = True
         # Whether a prompt without a first byte of its own took an unknown part of the time until the next first byte.
@@ -152,20 +152,23 @@ class BackendLoad:
             self.prefill.renew(rates.prefill)
         if rates.step.seen >= self.step.stale_at:
             self.step.renew(rates.step)
-        if self._loads and now - self._spoke_s >= SAME_STEP_S:
+        if self.loads and now - self._spoke_s >= SAME_STEP_S:
             # Load times are needed at once: more loads may be started before the next first byte.
             self._end_stretch(rates)
 
     def queue_s(self, rates: PoolRates, now: float) -> float:
         """Returns the seconds until the backend has computed its prompts and loaded their adapters, plus the base time
         of one prompt."""
+        base_s = rates.prefill.base * self.prefill.factor
+        if not self.unstarted:
+            return base_s
         work_s, overdue_s = self._unfinished_s(rates, now)
-        return rates.prefill.base * self.prefill.factor + work_s + overdue_s
+        return base_s + work_s + overdue_s
 
     def _unfinished_s(self, rates: PoolRates, now: float) -> tuple[float, float]:
         """Returns (seconds that prompts and adapter loads still take, seconds that the oldest prompt is overdue)."""
         token_s = rates.prefill.slope * self.prefill.factor
-        oldest = self._oldest(now) if self._unstarted else None
+        oldest = self._oldest(now) if self.unstarted else None
         work_s = self._to_prefill_tokens * token_s
         if oldest is None:
             return work_s, 0.0
@@ -190,8 +193,8 @@ class BackendLoad:
         The base time is not counted, because another prompt does not prolong it. Overdue time is not counted either:
         one prompt that the engine never starts would close the backend for all others.
         """
-        opens_s = self.rationed_until(rates, band, ceiling, now) if self._rationing else now
-        if self._unstarted and window_s is not None and rates.prefill.seen and not self._plain:
+        opens_s = self.rationed_until(rates, band, ceiling, now) if self.rationing else now
+        if self.unstarted and window_s is not None and rates.prefill.seen and not self._plain:
             over_s = self._unfinished_s(rates, now)[0] - ceiling * window_s
             if over_s > WINDOW_STEP_S:
                 opens_s = max(opens_s, now + over_s)
@@ -206,12 +209,12 @@ class BackendLoad:
         no band may use more than a higher band.
         """
         share, streams, tokens_s = 1.0, 0, 0.0
-        if self._rationing:
+        if self.rationing:
             decode_s = rates.decode.at(self.in_flight) * self.step.factor / MARGIN
-            for level in sorted(self._rationing, reverse=True):
+            for level in sorted(self.rationing, reverse=True):
                 if level < band:
                     break
-                more, more_s = self._rationing[level]
+                more, more_s = self.rationing[level]
                 streams, tokens_s = streams + more, tokens_s + more_s
                 share = min(share, 1.0 - decode_s * tokens_s / streams)
         if not streams:
@@ -237,7 +240,7 @@ class BackendLoad:
         self.in_use.add(flight.request.prefix)
 
     def _book_prompt(self, lease: int, flight: InFlight, rates: PoolRates, now: float) -> None:
-        if not self._unstarted:
+        if not self.unstarted:
             self._end_stretch(rates)
             self._began_s = now
             self._mixed = False
@@ -249,7 +252,7 @@ class BackendLoad:
                 load_s = rates.loads.at(tier)
                 if not flight.deferred:
                     self._loading[lease] = tier
-        self._unstarted[lease] = flight
+        self.unstarted[lease] = flight
         self._plain += not request.stream
         flight.work_tokens = flight.own_tokens + rates.attention.share * flight.attended
         if not flight.deferred:
@@ -264,14 +267,9 @@ class BackendLoad:
         """Returns a lower bound of the time that one running adapter load takes."""
         if not self._loading:
             return 0.0
-        booked_s = [self._unstarted[lease].booked_s for lease in self._loading]
+        booked_s = [self.unstarted[lease].booked_s for lease in self._loading]
         since_s = max(booked_s[0], self._spoke_s)
         return (now - since_s) / sum([one <= since_s + TOGETHER_S for one in booked_s])
-
-    @property
-    def waiting(self) -> int:
-        """Requests without a first byte."""
-        return len(self._unstarted)
 
     def start(self, lease: int, flight: InFlight, rates: PoolRates, now: float) -> None:
         """The first byte arrived. Learns the time of the prompts since the last observation.
@@ -286,7 +284,7 @@ class BackendLoad:
             # The first byte of a non-streamed answer comes at its end, long after the prompt.
             self._prompt_done(lease, flight)
             return
-        for older, one in list(self._unstarted.items()):
+        for older, one in list(self.unstarted.items()):
             if older == lease:
                 break
             if not one.request.stream:
@@ -295,7 +293,7 @@ class BackendLoad:
         unclear, tier = self._mixed or flight.deferred or flight.crowded, self._loading.get(lease)
         self._prompt_done(lease, flight)
         self._mixed = False
-        apart = unclear or not self._known or tier is not None or self._loads
+        apart = unclear or not self._known or tier is not None or self.loads
         if (apart or self._begun >= STRETCH_PROMPTS) and now - self._spoke_s >= SAME_STEP_S:
             self._end_stretch(rates)
         self._known &= not unclear
@@ -306,16 +304,16 @@ class BackendLoad:
         if flight.request.adapter is not None:
             self.adapters.started(flight.request.adapter)
         if tier is not None:
-            self._loads.append(tier)
+            self.loads.append(tier)
             # The other prompts waited for the adapter load.
             due_s = now + OVERDUE * rates.prefill.at(self._to_prefill_tokens) * self.prefill.factor
-            for one in self._unstarted.values():
+            for one in self.unstarted.values():
                 one.due_s = max(one.due_s, due_s)
 
     def finish(self, lease: int, flight: InFlight, now: float) -> None:
-        if lease in self._unstarted:
+        if lease in self.unstarted:
             # The prompt was not computed to its end.
-            first = next(iter(self._unstarted)) == lease
+            first = next(iter(self.unstarted)) == lease
             done_s = min(flight.work_s, now - max(flight.booked_s, self._spoke_s)) if first else 0.0
             self._prompts.add((done_s - flight.work_s) * exp((flight.booked_s - now) / RATION_S), now)
         self._prompt_done(lease, flight)
@@ -325,9 +323,9 @@ class BackendLoad:
         request = flight.request
         self.in_flight -= request.sequences
         if flight.rations_at:
-            streams, tokens_s = self._rationing.pop(request.band)
+            streams, tokens_s = self.rationing.pop(request.band)
             if streams > 1:
-                self._rationing[request.band] = streams - 1, tokens_s - flight.rations_at
+                self.rationing[request.band] = streams - 1, tokens_s - flight.rations_at
         self.in_use.remove(request.prefix)
         if request.adapter is not None:
             self.adapters.release(request.adapter)
@@ -344,12 +342,12 @@ class BackendLoad:
             return
         if MARGIN * slo.tpot_s > rates.decode.at(self.in_flight) * self.step.factor:
             flight.rations_at = 1.0 / min(TPOT_MAX_S, slo.tpot_s)
-            streams, tokens_s = self._rationing.get(flight.request.band, (0, 0.0))
-            self._rationing[flight.request.band] = streams + 1, tokens_s + flight.rations_at
+            streams, tokens_s = self.rationing.get(flight.request.band, (0, 0.0))
+            self.rationing[flight.request.band] = streams + 1, tokens_s + flight.rations_at
 
     def _oldest(self, now: float) -> InFlight | None:
-        while (lease := next((x for x, one in self._unstarted.items() if not one.deferred), None)) is not None:
-            oldest = self._unstarted[lease]
+        while (lease := next((x for x, one in self.unstarted.items() if not one.deferred), None)) is not None:
+            oldest = self.unstarted[lease]
             if oldest.request.stream or now < oldest.due_s:
                 return oldest
             # A non-streamed answer has no byte before its end. When overdue, its prompt counts as computed.
@@ -362,19 +360,19 @@ class BackendLoad:
             return
         if self._tokens and self._known:
             took_s = self._spoke_s - self._began_s
-            if self._loads:
+            if self.loads:
                 tokens = self._tokens + rates.attention.share * self._attended
-                rates.loaded(self.prefill, self._loads, tokens, took_s)
+                rates.loaded(self.prefill, self.loads, tokens, took_s)
             else:
                 rates.prefilled(self.prefill, self._tokens, self._attended, took_s)
         self._began_s = self._spoke_s
         self._begun = 0
         self._tokens = self._attended = 0.0
         self._known = True
-        self._loads.clear()
+        self.loads.clear()
 
     def _prompt_done(self, lease: int, flight: InFlight) -> None:
-        if self._unstarted.pop(lease, None) is not None:
+        if self.unstarted.pop(lease, None) is not None:
             self._plain -= not flight.request.stream
             if not flight.deferred:
                 self._to_prefill_tokens -= flight.work_tokens

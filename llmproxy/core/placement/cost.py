@@ -52,14 +52,9 @@ ASIDE_S = 2.0
 EXPLAINED_MAX = 100
 """Number of past choices whose candidate prices are kept for the debug pages."""
 CONGESTED = 0.95
-"""Use of a resource (0..1) above which its price stops rising, because the price at 1 would be infinite."""
-
-
-def _scarce(used: float) -> float:
-    """Returns the mean number of requests that wait for a resource at this use (0..1), as in an M/M/1 queue."""
-    if used > CONGESTED:
-        used = CONGESTED
-    return used / (1.0 - used)
+"""Use of a resource (0..1) above which its price stops rising, because the price at 1 would be infinite. Below, the
+price is `used / (1 - used)`, the mean number of requests that wait for the resource, as in an M/M/1 queue."""
+SCARCEST = CONGESTED / (1.0 - CONGESTED)
 
 
 @presets.register("cost", prefixes=True, answers=True)
@@ -215,7 +210,9 @@ class CostPlacement(Placement):
         rates, index, without = self._rates, self._index, self._without
         token_s, step_base_s, step_slope_s = rates.prefill.slope, rates.step.base, rates.step.slope
         attention = 0.5 * rates.attention.share
-        displaces = _scarce(self._hit_ratio)
+        hits = self._hit_ratio
+        displaces = hits / (1.0 - hits) if hits < CONGESTED else SCARCEST
+        prefill_seen, step_seen = rates.prefill.seen, rates.step.seen
         prompt_tokens, output_tokens, block_tokens = request.prompt_tokens, request.output_tokens, request.prefix_tokens
         adapter, prefix = request.adapter, request.prefix
         least_load_s = 0.0
@@ -226,10 +223,12 @@ class CostPlacement(Placement):
         prices = []
         # This loop runs for every backend and request and takes most of the time of a decision, hence the local names.
         for view, backend_load, has_room in zip(able, backend_loads, fits, strict=True):
-            backend_load.renew(rates, now)
+            speed, step_speed = backend_load.prefill, backend_load.step
+            if prefill_seen >= speed.stale_at or step_seen >= step_speed.stale_at or backend_load.loads:
+                backend_load.renew(rates, now)
             backend_load.limit, slots = view.limit, backend_load.adapters
             slots.size = view.max_adapters
-            load, step_factor = view.load, backend_load.step.factor
+            load, step_factor = view.load, step_speed.factor
             shared_tokens = backend_load.in_use.matched(prefix) * block_tokens if backend_load.in_flight else 0.0
             cached_tokens = matched.get(view.backend, 0) * block_tokens
             if cached_tokens < shared_tokens:
@@ -243,18 +242,19 @@ class CostPlacement(Placement):
                 # The prefill engine sends the uncached part of the prompt.
                 transfer_s = rates.transfer.at(prompt_tokens - cached_tokens)
                 cached_tokens = float(prompt_tokens)
-                queue_s -= rates.prefill.base * backend_load.prefill.factor
+                queue_s -= rates.prefill.base * speed.factor
             # Each token attends to all earlier tokens: on average to the cached tokens and half of the uncached ones.
             work_tokens = (prompt_tokens - cached_tokens) * (1.0 + attention * (prompt_tokens + cached_tokens))
-            prefill_s = work_tokens * token_s * backend_load.prefill.factor
+            prefill_s = work_tokens * token_s * speed.factor
             tpot_s = (step_base_s + step_slope_s * load) * step_factor
             answer_s = output_tokens * tpot_s
             crowd_s = output_tokens * load * step_slope_s * step_factor
             ttft_s = queue_s + prefill_s
             stream_s = STREAM * answer_s
-            scarce = _scarce(backend_load.busy_share.at(now))
+            busy = backend_load.busy_share.at(now)
+            scarce = busy / (1.0 - busy) if busy < CONGESTED else SCARCEST
             # A further prefill stage slows down only streams. The requests without a first byte are prefill stages too.
-            streams = load - backend_load.waiting if alone else load
+            streams = load - len(backend_load.unstarted) if alone else load
             harm_s = STREAM * (crowd_s + streams * prefill_s) + prefill_s * scarce
             eviction_s = prefill_s * displaces
             if eviction_s and (room := index.room(view.backend)):
@@ -270,7 +270,7 @@ class CostPlacement(Placement):
                     adapter_s += load_s
                     # An engine pauses its batch and its waiting prompts while it loads an adapter: now, and when the
                     # displaced adapter is loaded again.
-                    stall = STREAM * load + (1.0 - STREAM) * backend_load.waiting + scarce
+                    stall = STREAM * load + (1.0 - STREAM) * len(backend_load.unstarted) + scarce
                     again_s = self._demand.again_s(adapter, view, slots, able, least_load_s, now) * (1.0 + stall)
                     harm_s += load_s * stall
                     eviction_s += again_s
@@ -286,7 +286,9 @@ class CostPlacement(Placement):
                 range_s = ASIDE_S
                 total_s += range_s
             if view.kv_tokens:
-                memory_s = answer_s * (prompt_tokens - shared_tokens) / view.kv_tokens * _scarce(view.kv_used)
+                kv_used = view.kv_used
+                scarce_kv = kv_used / (1.0 - kv_used) if kv_used < CONGESTED else SCARCEST
+                memory_s = answer_s * (prompt_tokens - shared_tokens) / view.kv_tokens * scarce_kv
                 total_s += memory_s
             if not has_room:
                 slot_s = self._slot_s(request, view, ceiling, answer_s, now)
@@ -338,7 +340,8 @@ class CostPlacement(Placement):
         for view in views:
             fit = view.has_room(ceiling)
             # A probe must be sent even if the backend is closed to prompts.
-            if fit and not view.probed and (backend_load := self._backend_loads.get(view.backend)) is not None:
+            backend_load = self._backend_loads.get(view.backend) if fit and not view.probed else None
+            if backend_load is not None and (backend_load.unstarted or backend_load.rationing):
                 opens_s = backend_load.opens_at(self._rates, band, ceiling, view.prompt_window_s, now)
                 if opens_s > now:
                     fit = False

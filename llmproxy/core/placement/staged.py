@@ -92,8 +92,10 @@ class StagedPlacement(Placement):
 
     def begin(self, views: Sequence[View]) -> None:
         """Begin a scheduling pass over all `views`. Later calls of the pass may get only some of them."""
-        both = Role.BOTH
-        self._split_up = True in [view.role is not both for view in views]
+        self._split_up = False
+        for view in views:
+            if view.role is not Role.BOTH:
+                self._split_up = True
         self._answering, self._answering_for = [], {}
         if self._split_up:
             self._answering = [view for view in views if view.available and view.role is not Role.PREFILL]

@@ -71,7 +71,7 @@ class Admission:
         service_s = self._first_token.at(request.prompt_tokens)
         # Custom policies may raise, also in `room.band`, so both calls come before any change.
         rank = head_rank(request) if entry is AdmissionKind.PREEMPTED else self._ordering.rank(request, service_s)
-        band = self._room.band(request.band)
+        band = self._room.bands[request.band]
         shed: list[Drop] = []
         if entry is AdmissionKind.NEW:
             self._refuse_late(request, service_s, now)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import inf
 
 from msgspec.structs import replace
@@ -52,7 +52,7 @@ class Headroom:
         ceiling = self._own.get(band)
         if ceiling is None:
             ceiling = self._own[band] = self._settings.ceiling(band)
-        above = min(self._above(band, now), default=None)
+        above = self._next_above(band, now)
         # A band without a configured ceiling has the ceiling of the next level below it.
         end = len(self._levels) if above is None else bisect_right(self._levels, above) - 1
         for level in self._levels[bisect_right(self._levels, band) : end]:
@@ -85,7 +85,7 @@ class Headroom:
 
     def used_above(self, band: int, now: float) -> bool:
         """Whether a band above `band` is in use."""
-        return next(self._above(band, now), None) is not None
+        return self._next_above(band, now) is not None
 
     def views_for(self, band: int, views: Sequence[View], now: float) -> Sequence[View]:
         """Returns `views`, where a backend with requests in the queue of its engine may be closed to `band`.
@@ -109,12 +109,16 @@ class Headroom:
         ends_s = [used_s + self._settings.headroom_s for used_s in self._used_s.values()]
         return min((end_s for end_s in ends_s if now < end_s < inf), default=None)
 
-    def _above(self, band: int, now: float) -> Iterator[int]:
-        """Yields the bands above `band` that are in use, in any order, possibly twice."""
+    def _next_above(self, band: int, now: float) -> int | None:
+        """Returns the lowest band above `band` that is in use."""
+        found: int | None = None
         if self._settings.headroom_s == inf:
-            yield from (level for level in self._levels if level > band)
+            found = next((level for level in self._levels if level > band), None)
         if self._levels:
-            yield from (other for other, used_s in self._used_s.items() if other > band and self._lasts(used_s, now))
+            for other, used_s in self._used_s.items():
+                if other > band and (found is None or other < found) and self._lasts(used_s, now):
+                    found = other
+        return found
 
     def _lasts(self, used_s: float, now: float) -> bool:
         return now < used_s + self._settings.headroom_s

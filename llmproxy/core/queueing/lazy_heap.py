@@ -84,20 +84,21 @@ class KeyedHeap:
     """
 
     def __init__(self) -> None:
-        self._current: dict[str, HeapEntry[tuple[float, ...], str]] = {}
+        self.current: dict[str, HeapEntry[tuple[float, ...], str]] = {}
+        """Name -> its entry."""
         self._heap: LazyHeap[tuple[float, ...], str] = LazyHeap(self._is_current)
 
     def __len__(self) -> int:
-        return len(self._current)
+        return len(self.current)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._current
+        return name in self.current
 
     def set(self, name: str, *key: float) -> None:
-        self._current[name] = self._heap.push(key, name, 2 * len(self._current))
+        self.current[name] = self._heap.push(key, name, 2 * len(self.current))
 
     def discard(self, name: str) -> None:
-        self._current.pop(name, None)
+        self.current.pop(name, None)
 
     def least(self) -> tuple[float, ...] | None:
         """Returns the least key, None if the heap is empty."""
@@ -109,7 +110,7 @@ class KeyedHeap:
         taken: list[str] = []
         while (least := self.least()) is not None and least < key:
             taken.append(self._heap.pop())
-            del self._current[taken[-1]]
+            del self.current[taken[-1]]
         return taken
 
     def __iter__(self) -> Iterator[str]:
@@ -117,4 +118,4 @@ class KeyedHeap:
         return self._heap.first(sys.maxsize)
 
     def _is_current(self, entry: HeapEntry[tuple[float, ...], str]) -> bool:
-        return self._current.get(entry[2]) is entry
+        return self.current.get(entry[2]) is entry

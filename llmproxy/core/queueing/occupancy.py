@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 
 from llmproxy.core.domain import Request
 from llmproxy.core.settings import QueueSettings
@@ -15,11 +15,6 @@ class _Usage:
     requests: int = 0
     body_bytes: int = 0
     tokens: int = 0
-
-    def add(self, request: Request, times: int) -> None:
-        self.requests += times
-        self.body_bytes += times * request.body_bytes
-        self.tokens += times * (request.prompt_tokens + request.output_tokens)
 
 
 _NOTHING = _Usage()
@@ -62,9 +57,11 @@ class Occupancy:
         band = self._bands.get(request.band, _NOTHING)
         total = self._total
         if without:
-            total = replace(total)
-            for one in without:
-                total.add(one, -1)
+            total = _Usage(
+                total.requests - len(without),
+                total.body_bytes - sum(one.body_bytes for one in without),
+                total.tokens - sum(one.prompt_tokens + one.output_tokens for one in without),
+            )
         body_bytes, tokens = request.body_bytes, request.prompt_tokens + request.output_tokens
         for whose, used, requests_max, bytes_max, tokens_max in (
             ("flow_", flow, limits.flow_requests_max, limits.flow_bytes_max, limits.flow_tokens_max),
@@ -82,17 +79,21 @@ class Occupancy:
 
     def enter(self, request: Request, now: float) -> None:
         self._since_s[request.band][request.id] = now
-        for usage in (self._total, self._bands[request.band], self._flows[request.band, request.flow]):
-            usage.add(request, 1)
+        self._add(request, 1)
 
     def leave(self, request: Request) -> None:
         del self._since_s[request.band][request.id]
-        flow = self._flows[request.band, request.flow]
-        for usage in (self._total, self._bands[request.band], flow):
-            usage.add(request, -1)
+        self._add(request, -1)
         # The number of flow names is unlimited, so empty flows are removed.
-        if not flow.requests:
+        if not self._flows[request.band, request.flow].requests:
             del self._flows[request.band, request.flow]
+
+    def _add(self, request: Request, times: int) -> None:
+        body_bytes, tokens = times * request.body_bytes, times * (request.prompt_tokens + request.output_tokens)
+        for usage in (self._total, self._bands[request.band], self._flows[request.band, request.flow]):
+            usage.requests += times
+            usage.body_bytes += body_bytes
+            usage.tokens += tokens
 
     def queued(self) -> dict[int, tuple[int, int]]:
         """Returns band -> (waiting requests, their body bytes)."""

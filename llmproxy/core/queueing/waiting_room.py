@@ -18,6 +18,17 @@ from llmproxy.core.queueing.usage_limits import UsageLimits
 from llmproxy.core.settings import Settings
 
 
+class _Bands(dict[int, Band]):
+    """The bands by priority level, created at the first use."""
+
+    def __init__(self, make: Callable[[int], Band]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, level: int) -> Band:
+        return self._make(level)
+
+
 class WaitingRoom:
     """Bands of flows, blocked requests, and the deadlines of both.
 
@@ -44,7 +55,8 @@ class WaitingRoom:
         self._drain = drain
         # Band -> (time, reason) of the last decision that made the band wait.
         self._wait_reasons: dict[int, tuple[float, WaitReason]] = {}
-        self._bands: dict[int, Band] = {}
+        self.bands = _Bands(self.make_band)
+        """Priority level -> band, created at the first use."""
         # Band -> its requests, the newest first, for shedding.
         self._newest: dict[int, LazyHeap[float, Queued]] = {}
         self.blocked = BlockedRequests()
@@ -65,27 +77,31 @@ class WaitingRoom:
     def __len__(self) -> int:
         return len(self.waiting)
 
-    def band(self, level: int) -> Band:
-        """Returns the band of a priority level, created at the first call."""
-        band = self._bands.get(level)
-        if band is None:
-            fairness = policies.get(self._settings.fairness)(self._settings)
-            band = self._bands[level] = Band(fairness, self._faults)
-            self._newest[level] = LazyHeap(waits)
-            self.order = sorted(self._bands, reverse=True)
+    def make_band(self, level: int) -> Band:
+        fairness = policies.get(self._settings.fairness)(self._settings)
+        band = self.bands[level] = Band(fairness, self._faults)
+        self._newest[level] = LazyHeap(waits)
+        self.order = sorted(self.bands, reverse=True)
         return band
 
     def levels(self) -> list[int]:
         """Returns the bands with requests in their flows, highest first."""
-        return [level for level in self.order if self._bands[level].size]
+        return [level for level in self.order if self.bands[level].size]
+
+    def any_below(self, level: int) -> bool:
+        """Whether a request of a band below `level` waits, in its flow or blocked."""
+        for lower in self.order:
+            if lower < level and self.bands[lower].size:
+                return True
+        return self.blocked.any_below(level)
 
     def sizes(self) -> tuple[tuple[int, int], ...]:
         """Returns (band, requests in its flows) of the bands in `levels`, highest first."""
-        return tuple([(level, size) for level in self.order if (size := self._bands[level].size)])
+        return tuple([(level, size) for level in self.order if (size := self.bands[level].size)])
 
     def ahead_of(self, level: int) -> int:
         """Returns the number of requests ahead of a new request of band `level`."""
-        return sum(band.size for other, band in self._bands.items() if other >= level)
+        return sum(band.size for other, band in self.bands.items() if other >= level)
 
     # --- in and out --------------------------------------------------------------------------------------------------
 
@@ -165,8 +181,9 @@ class WaitingRoom:
 
     def refresh(self, now: float) -> None:
         """Apply changes by time and by ended leases: changed ranks, and blocked requests that have room again."""
-        self.readmit(now)
-        for band in self._bands.values():
+        if self.blocked.size:
+            self.readmit(now)
+        for band in self.bands.values():
             band.refresh(now)
 
     def readmit(self, now: float, lowest: int | None = None) -> int:
@@ -177,7 +194,7 @@ class WaitingRoom:
         for blocked in back:
             copy = self._copy(blocked)
             copy.back_from = blocked.blocked_by
-            self._bands[blocked.request.band].push(copy, now)
+            self.bands[blocked.request.band].push(copy, now)
         return len(back)
 
     def _free(self, line: str, band: int, now: float) -> int:
@@ -189,7 +206,7 @@ class WaitingRoom:
         if queued.blocked_by is not None:
             self.blocked.remove(queued)
         else:
-            self._bands[queued.request.band].remove(queued)
+            self.bands[queued.request.band].remove(queued)
             if queued.back_from is not None:
                 self.blocked.left(queued.back_from)
 
@@ -202,7 +219,7 @@ class WaitingRoom:
 
     def _place(self, queued: Queued) -> Band:
         request = queued.request
-        band = self.band(request.band)
+        band = self.bands[request.band]
         self._newest[request.band].push(-request.arrived_s, queued, len(self.waiting))
         return band
 
@@ -211,7 +228,7 @@ class WaitingRoom:
     def requests(self) -> Iterator[Request]:
         """Yields the requests that wait in flows, the highest band first."""
         for level in self.order:
-            yield from self._bands[level].requests()
+            yield from self.bands[level].requests()
 
     def find(self, name: str) -> Queued | None:
         """Returns the last request labelled `name`, else the request with the id `name`, else None."""
@@ -221,14 +238,14 @@ class WaitingRoom:
         """Returns the number of requests before `queued` in its flow or blocked queue; None if too many to count."""
         if queued.blocked_by is not None:
             return self.blocked.before(queued)
-        return self._bands[queued.request.band].before(queued)
+        return self.bands[queued.request.band].before(queued)
 
     def check(self, now: float) -> None:
         self._occupancy.check()
         waiting = [queued.request for queued in self.waiting.values()]
         assert self.prompt_tokens == sum(request.prompt_tokens for request in waiting)
         assert self.output_tokens == sum(request.output_tokens for request in waiting)
-        for band in self._bands.values():
+        for band in self.bands.values():
             band.check(now)
         blocked = [queued.request.id for queued in self.waiting.values() if queued.blocked_by is not None]
         self.blocked.check()

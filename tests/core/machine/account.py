@@ -363,13 +363,13 @@ def assert_nothing_left(pools: Pools, now: float) -> None:
             for backend_load in inner._backend_loads.values():
                 left = (
                     backend_load.in_flight,
-                    backend_load._unstarted,
+                    backend_load.unstarted,
                     backend_load.in_use._users,
                     backend_load._loading,
                 )
                 assert left == (0, {}, {}, {})
                 assert (dict(backend_load.adapters.users), backend_load.adapters.deferred) == ({}, set())
-        for band in room._bands.values():
+        for band in room.bands.values():
             assert not band.flows
             assert not list(band.fairness.candidates(now))
     for backend in pools.backends.values():

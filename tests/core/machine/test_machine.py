@@ -247,14 +247,14 @@ def blocked_band_lets_the_lower_one_go_on(patching: pytest.MonkeyPatch) -> None:
 
 
 def low_bands_go_first(patching: pytest.MonkeyPatch) -> None:
-    make = WaitingRoom.band
+    make = WaitingRoom.make_band
 
     def upside_down(self: WaitingRoom, level: int) -> Any:
         band = make(self, level)
         self.order.sort()
         return band
 
-    patching.setattr(WaitingRoom, "band", upside_down)
+    patching.setattr(WaitingRoom, "make_band", upside_down)
 
 
 def only_heads_are_looked_at(patching: pytest.MonkeyPatch) -> None:

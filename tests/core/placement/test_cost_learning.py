@@ -131,8 +131,8 @@ def test_nothing_is_left_when_all_leases_have_ended() -> None:
         bench.place(chain(0, 3), [on])
         bench.cost.finished(lease, verdict, None, bench.now)
     backend_load = bench.cost._backend_loads["a"]
-    assert (bench.cost._flights, backend_load._unstarted, dict(backend_load.adapters.users)) == ({}, {}, {})
-    assert not backend_load._rationing
+    assert (bench.cost._flights, backend_load.unstarted, dict(backend_load.adapters.users)) == ({}, {}, {})
+    assert not backend_load.rationing
     assert (backend_load._to_prefill_tokens, backend_load.in_flight, backend_load.in_use._users) == (0, 0, {})
 
 

@@ -37,7 +37,7 @@ def accounts(proxy: ProxyUnderTest) -> tuple[int, float, float, float]:
     """Returns requests in flight, tokens left of the limit, the charge of the flow, and the expected answer length."""
     pools = proxy.app.pools
     (limit,) = pools.snapshot(asyncio.get_running_loop().time()).limits
-    fairness = pools.schedulers["base"]._room.band(0).fairness
+    fairness = pools.schedulers["base"]._room.bands[0].fairness
     assert isinstance(fairness, FairShare)
     assert limit.tokens_left is not None
     learned = pools.estimator.models.get("base")

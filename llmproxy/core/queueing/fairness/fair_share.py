@@ -71,7 +71,7 @@ class FairShare(FairnessPolicy):
 
     def backlogged(self, flow: str, head: Request) -> None:
         account = self._accounts.set_waiting(flow)
-        if flow not in self._flows:
+        if flow not in self._flows.current:
             self._raise_level()
             if account.counter < self._level:
                 account.counter = max(account.counter, self._level - self.credit)
@@ -94,7 +94,7 @@ class FairShare(FairnessPolicy):
         self._charged += cost
         account = self._accounts.open(flow)
         account.counter += cost
-        if flow in self._flows:
+        if flow in self._flows.current:
             self._flows.set(flow, account.counter)
 
     def balances(self) -> Mapping[str, float]:
@@ -104,7 +104,7 @@ class FairShare(FairnessPolicy):
         for flow, balance in balances.items():
             account = self._accounts.open(flow)
             account.counter = self._level + balance
-            if flow in self._flows:
+            if flow in self._flows.current:
                 self._flows.set(flow, account.counter)
 
     def standing(self, flow: str) -> tuple[tuple[str, float], ...]:
@@ -116,5 +116,5 @@ class FairShare(FairnessPolicy):
         return self._level if account is None else account.counter
 
     def _raise_level(self) -> None:
-        if self._flows and (least := self._flows.least()) is not None and least[0] > self._level:
+        if self._flows.current and (least := self._flows.least()) is not None and least[0] > self._level:
             self._level = least[0]
