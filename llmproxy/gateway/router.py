@@ -23,7 +23,7 @@ from llmproxy.gateway.proxying.rules import Rulebook
 from llmproxy.gateway.proxying.stored import StoredResponses
 from llmproxy.gateway.request.auth import Tenant
 from llmproxy.gateway.request.identity import id_for_error
-from llmproxy.observe.exit import ExitSink, RequestExit, RequestInput, RequestResult
+from llmproxy.observe.exit import ExitSink, RequestExit
 from llmproxy.observe.logs import log_internal
 
 _log = structlog.get_logger()
@@ -185,7 +185,4 @@ def _path(request: web.BaseRequest) -> str:
 
 
 def _exit(method: str, path: str, own_id: str, outcome: Outcome, status: int, error: str | None) -> RequestExit:
-    return RequestExit(
-        RequestInput(request_id=own_id, method=method, path=path[:256]),
-        RequestResult(outcome=outcome, status=status, duration_s=0.0, error=error),
-    )
+    return RequestExit(request_id=own_id, method=method, path=path[:256], outcome=outcome, status=status, error=error)

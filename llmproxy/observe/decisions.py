@@ -61,7 +61,7 @@ class DecisionLog(LineWriter[RequestExit]):
 
     def record(self, ended: RequestExit) -> None:
         """Queue the line of a request that was scheduled and is in the sample. Never waits."""
-        if ended.input.expected_prompt_tokens is not None and self._sampled(ended.input.request_id):
+        if ended.expected_prompt_tokens is not None and self._sampled(ended.request_id):
             self.put(ended)
 
     def _sampled(self, request_id: str) -> bool:

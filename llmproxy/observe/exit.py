@@ -1,4 +1,4 @@
-"""The exit record of a request. Log line, decision log and metrics are made from it; see `exit_fields`."""
+"""The record of a request. Log line, decision log and metrics are made from it; see `exit_fields`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from enum import StrEnum
 from typing import Protocol
 
-from msgspec import Struct, field
+from msgspec import Struct
 from msgspec.structs import replace
 
 from llmproxy.core.domain import Outcome, Slo, Stage, Verdict
@@ -42,12 +42,18 @@ class Split(StrEnum):
     DECODE_REFUSED = "decode_refused"
 
 
-class RequestInput(Struct, kw_only=True, omit_defaults=True):
-    """The request, and the inputs of its scheduling. Holds no prompt and no key, only the name of the key.
+_NEVER_GRANTED = AttemptRecord()
 
-    If a request is refused before it is scheduled, values that are not known yet are None, such as band and estimate.
+
+class RequestExit(Struct, kw_only=True, omit_defaults=True):
+    """The record of a request: begun at its arrival, filled while it is served, and read by the log, the metrics, the
+    pages and the traces at its end. Nothing changes it afterwards.
+
+    Holds no text of the prompt or the answer, and no key, only its name. If a request is refused before it is
+    scheduled, values that are not known yet are None, such as band and estimate.
     """
 
+    # The request.
     request_id: str
     method: str
     path: str  # Without the query.
@@ -71,21 +77,7 @@ class RequestInput(Struct, kw_only=True, omit_defaults=True):
     body_bytes: int = 0
     expected_prompt_tokens: int | None = None  # The scheduler's estimate.
 
-    @property
-    def ttft_slo_s(self) -> float | None:
-        return None if self.slo is None else self.slo.ttft_s
-
-    @property
-    def tpot_slo_s(self) -> float | None:
-        return None if self.slo is None else self.slo.tpot_s
-
-
-_NEVER_GRANTED = AttemptRecord()
-
-
-class RequestRouting(Struct, kw_only=True, omit_defaults=True):
-    """Where the request waited, and which backends it tried."""
-
+    # Its waits and attempts.
     tried: tuple[AttemptRecord, ...] = ()  # The latest ATTEMPTS_MAX, oldest first; two for a split request.
     attempts: int = 0  # Backends tried; the two stages of a split request count once.
     preemptions: int = 0  # Attempts ended in favour of a higher band.
@@ -97,31 +89,10 @@ class RequestRouting(Struct, kw_only=True, omit_defaults=True):
     # From the end of the prefill to the first token; without a stream, to the grant of the decode.
     handover_s: float | None = None
 
-    def note_split(self, split: Split) -> None:
-        """Set `split`, and for a split request the prefill fields from the last two attempts."""
-        self.split = split
-        if len(self.tried) < 2 or self.last.stage is not Stage.DECODE:
-            return
-        prefill, decode = self.tried[-2:]
-        self.prefill_backend = prefill.backend
-        if prefill.granted_s is None or prefill.ended_s is None:
-            return
-        self.prefill_s = prefill.ended_s - prefill.granted_s
-        began_s = decode.first_byte_s or decode.granted_s
-        self.handover_s = None if began_s is None else began_s - prefill.ended_s
-
-    @property
-    def last(self) -> AttemptRecord:
-        """The last attempt; an empty record without any attempt."""
-        return self.tried[-1] if self.tried else _NEVER_GRANTED
-
-
-class RequestResult(Struct, kw_only=True, omit_defaults=True):
-    """The result of a request. Holds no text of the answer. All durations are in seconds."""
-
-    outcome: Outcome
-    status: int
-    duration_s: float  # From arrival to the end.
+    # Its result. All durations are in seconds.
+    outcome: Outcome = Outcome.INTERNAL
+    status: int = 0
+    duration_s: float = 0.0  # From arrival to the end.
     met: bool | None = None  # Whether the objective was met; None without one, or if the client caused the miss.
     ttft_s: float | None = None  # From arrival to the first body byte handed to the client.
     max_gap_s: float | None = None  # Longest wait between two consecutive chunks.
@@ -131,20 +102,23 @@ class RequestResult(Struct, kw_only=True, omit_defaults=True):
     response_bytes: int = 0
     chunks: int = 0
     error: str | None = None
-
-
-class RequestExit(Struct):
-    """The exit record of one request."""
-
-    input: RequestInput
-    result: RequestResult
-    routing: RequestRouting = field(default_factory=RequestRouting)
     trace: TraceContext | None = None
 
-    @property
-    def ended_s(self) -> float | None:
-        """When the request ended, on the scheduler's clock."""
-        return None if self.input.arrived_s is None else self.input.arrived_s + self.result.duration_s
+    def end(self, outcome: Outcome, status: int, error: str) -> None:
+        """Set the result, which a later failure may replace."""
+        self.outcome, self.status, self.error = outcome, status, error
+
+    def time_split(self) -> None:
+        """Set the prefill fields of a split request from its last two attempts."""
+        if len(self.tried) < 2 or self.last.stage is not Stage.DECODE:
+            return
+        prefill, decode = self.tried[-2:]
+        self.prefill_backend = prefill.backend
+        if prefill.granted_s is None or prefill.ended_s is None:
+            return
+        self.prefill_s = prefill.ended_s - prefill.granted_s
+        began_s = decode.first_byte_s or decode.granted_s
+        self.handover_s = None if began_s is None else began_s - prefill.ended_s
 
     def later(self, by_s: float) -> RequestExit:
         """Return a copy with all instants `by_s` seconds later, to convert between clocks."""
@@ -157,44 +131,59 @@ class RequestExit(Struct):
                 one, queued_s=moved(one.queued_s), granted_s=moved(one.granted_s), first_byte_s=moved(one.first_byte_s),
                 ended_s=moved(one.ended_s),
             )
-            for one in self.routing.tried
+            for one in self.tried
         )  # fmt: skip
-        routing = replace(self.routing, tried=tried, queued_s=moved(self.routing.queued_s))
-        asked = replace(self.input, arrived_s=moved(self.input.arrived_s))
-        return RequestExit(asked, self.result, routing, self.trace)
+        return replace(self, tried=tried, queued_s=moved(self.queued_s), arrived_s=moved(self.arrived_s))
 
     @property
-    def prompt_tokens(self) -> int | None:
+    def last(self) -> AttemptRecord:
+        """The last attempt; an empty record without any attempt."""
+        return self.tried[-1] if self.tried else _NEVER_GRANTED
+
+    @property
+    def ended_s(self) -> float | None:
+        """When the request ended, on the scheduler's clock."""
+        return None if self.arrived_s is None else self.arrived_s + self.duration_s
+
+    @property
+    def ttft_slo_s(self) -> float | None:
+        return None if self.slo is None else self.slo.ttft_s
+
+    @property
+    def tpot_slo_s(self) -> float | None:
+        return None if self.slo is None else self.slo.tpot_s
+
+    @property
+    def known_prompt_tokens(self) -> int | None:
         """Prompt tokens as the engine counted them, else the estimate."""
-        return self.result.prompt_tokens or self.input.expected_prompt_tokens
+        return self.prompt_tokens or self.expected_prompt_tokens
 
     @property
     def backend_ttft_s(self) -> float | None:
         """Seconds from the last grant to the first body byte of a stream; None without such a byte."""
-        ttft_s, arrived_s, granted_s = self.result.ttft_s, self.input.arrived_s, self.routing.last.granted_s
-        if ttft_s is None or arrived_s is None or granted_s is None or not self.input.stream:
+        ttft_s, arrived_s, granted_s = self.ttft_s, self.arrived_s, self.last.granted_s
+        if ttft_s is None or arrived_s is None or granted_s is None or not self.stream:
             return None
         return ttft_s - (granted_s - arrived_s)
 
     @property
     def streaming_s(self) -> float | None:
         """Seconds from the first body byte of a stream to its end; None without such a byte."""
-        ttft_s = self.result.ttft_s
-        return None if ttft_s is None or not self.input.stream else max(0.0, self.result.duration_s - ttft_s)
+        return None if self.ttft_s is None or not self.stream else max(0.0, self.duration_s - self.ttft_s)
 
     @property
     def time_per_output_token_s(self) -> float | None:
         """Mean seconds per token after the first. None unless a stream completed with two or more counted tokens."""
-        output_tokens, streaming_s = self.result.output_tokens or 0, self.streaming_s
-        if self.result.outcome is not Outcome.COMPLETED or streaming_s is None or output_tokens < 2:
+        if not self.stream or self.outcome is not Outcome.COMPLETED or (self.output_tokens or 0) < 2:
             return None
-        return streaming_s / (output_tokens - 1)
+        streaming_s = self.streaming_s
+        return None if streaming_s is None else streaming_s / ((self.output_tokens or 0) - 1)
 
     @property
     def mean_gap_s(self) -> float | None:
         """Mean seconds between two consecutive chunks; None with fewer than two."""
-        chunks, streaming_s = self.result.chunks, self.streaming_s
-        return None if streaming_s is None or chunks < 2 else streaming_s / (chunks - 1)
+        streaming_s = self.streaming_s if self.chunks > 1 else None
+        return None if streaming_s is None else streaming_s / (self.chunks - 1)
 
 
 def shortened(error: str) -> str | None:

@@ -42,7 +42,7 @@ class ExitBatch:
                 try:
                     read(ended)
                 except Exception as error:  # noqa: BLE001 - the request has ended, and other records must not be lost
-                    log_internal(ended.input.request_id, error)
+                    log_internal(ended.request_id, error)
 
 
 class Exits(ExitBatch):

@@ -98,73 +98,73 @@ TERMS = Shape(
 )
 
 FIELDS = (
-    Field("result.outcome.value", NAME, "outcome", "outcome",
+    Field("outcome.value", NAME, "outcome", "outcome",
           feeds=(Feed("requests_total", amount="1"), Feed("tenant_requests_total", amount="1"))),
-    Field("result.status", NUMBER, "status", "status"),
-    Field("input.model", NAME, "model", "model"),
-    Field("input.unknown_model", TEXT, "unknown_model"),
-    Field("input.target", NAME, "target"),
-    Field("input.adapter", NAME, "", "adapter"),
-    Field("input.tenant", NAME, "tenant", "tenant", optional=True),
-    Field("input.key", NAME, "key"),
-    Field("input.client", TEXT, "client"),
-    Field("input.user_agent", AGENT, "user_agent"),
-    Field("input.band", NAME, "band", "band"),
-    Field("input.level", NUMBER, "", "criticality"),
-    Field("input.flow", NAME, "flow", "flow"),
-    Field("routing.last.backend", NAME, "backend", "backend"),
-    Field("routing.attempts", NUMBER, "attempts", "attempts",
+    Field("status", NUMBER, "status", "status"),
+    Field("model", NAME, "model", "model"),
+    Field("unknown_model", TEXT, "unknown_model"),
+    Field("target", NAME, "target"),
+    Field("adapter", NAME, "", "adapter"),
+    Field("tenant", NAME, "tenant", "tenant", optional=True),
+    Field("key", NAME, "key"),
+    Field("client", TEXT, "client"),
+    Field("user_agent", AGENT, "user_agent"),
+    Field("band", NAME, "band", "band"),
+    Field("level", NUMBER, "", "criticality"),
+    Field("flow", NAME, "flow", "flow"),
+    Field("last.backend", NAME, "backend", "backend"),
+    Field("attempts", NUMBER, "attempts", "attempts",
           feeds=(Feed("retries_total", amount="retries", when="retries > 0"),)),
-    Field("routing.preemptions", NUMBER, "preemptions", optional=True,
+    Field("preemptions", NUMBER, "preemptions", optional=True,
           feeds=(Feed("preemptions_total", when="value > 0"),)),
-    Field("routing.preemptions", NUMBER, "", "preemptions"),
-    Field("routing.split", NAME, "disaggregation", "disaggregation", feeds=(Feed("disaggregation_total", amount="1"),)),
-    Field("routing.prefill_backend", NAME, "prefill_backend", "prefill_backend"),
-    Field("routing.prefill_s", SECONDS, "prefill_s", "prefill_s", feeds=(Feed("prefill_seconds"),)),
-    Field("routing.handover_s", SECONDS, "handover_s", "handover_s", feeds=(Feed("handover_seconds"),)),
-    Field("input.arrived_s", INSTANT, "arrived_s", "at_s"),
-    Field("routing.last.granted_s", INSTANT, "granted_s", "granted_at_s"),
+    Field("preemptions", NUMBER, "", "preemptions"),
+    Field("split", NAME, "disaggregation", "disaggregation", feeds=(Feed("disaggregation_total", amount="1"),)),
+    Field("prefill_backend", NAME, "prefill_backend", "prefill_backend"),
+    Field("prefill_s", SECONDS, "prefill_s", "prefill_s", feeds=(Feed("prefill_seconds"),)),
+    Field("handover_s", SECONDS, "handover_s", "handover_s", feeds=(Feed("handover_seconds"),)),
+    Field("arrived_s", INSTANT, "arrived_s", "at_s"),
+    Field("last.granted_s", INSTANT, "granted_s", "granted_at_s"),
     Field("ended_s", INSTANT, "", "ended_at_s"),
-    Field("routing.last.queued_ahead", NUMBER, "queued_ahead", "queued_ahead"),
-    Field("routing.queue_wait_s", SECONDS, "queue_wait_s", "queue_wait_s",
+    Field("last.queued_ahead", NUMBER, "queued_ahead", "queued_ahead"),
+    Field("queue_wait_s", SECONDS, "queue_wait_s", "queue_wait_s",
           feeds=(Feed("queue_wait_seconds"), Feed("tenant_queue_wait_seconds"))),
-    Field("input.max_wait_s", NUMBER, "", "max_wait_s"),
-    Field("result.ttft_s", SECONDS, "ttft_s", "ttft_s",
-          feeds=(Feed("time_to_first_token_seconds", when="ended.input.stream"),)),
+    Field("max_wait_s", NUMBER, "", "max_wait_s"),
+    Field("ttft_s", SECONDS, "ttft_s", "ttft_s",
+          feeds=(Feed("time_to_first_token_seconds", when="ended.stream"),)),
     Field("time_per_output_token_s", SECONDS, "", "tpot_s",
           # An answer in one piece shows no time per token.
-          feeds=(Feed("time_per_output_token_seconds"), *_comparisons("tpot", "tpot", "ended.result.chunks > 1"))),
+          feeds=(Feed("time_per_output_token_seconds"), *_comparisons("tpot", "tpot", "ended.chunks > 1"))),
     Field("backend_ttft_s", SECONDS, feeds=_comparisons("ttft", "ttft")),
-    Field("result.duration_s", SECONDS, "duration_s",
+    Field("duration_s", SECONDS, "duration_s",
           feeds=(Feed("request_seconds", when="outcome == 'completed'"),)),
-    Field("input.ttft_slo_s", NUMBER, "", "ttft_slo_s"),
-    Field("input.tpot_slo_s", NUMBER, "", "tpot_slo_s"),
-    Field("result.met", NUMBER, "met", "met",
+    Field("ttft_slo_s", NUMBER, "", "ttft_slo_s"),
+    Field("tpot_slo_s", NUMBER, "", "tpot_slo_s"),
+    Field("met", NUMBER, "met", "met",
           feeds=(Feed("objectives_total", ("met",), "1", "value"),
                  Feed("objectives_total", ("missed",), "1", "not value"))),
-    Field("input.unknown_objective", TEXT, "unknown_objective", feeds=(Feed("unknown_objectives_total", amount="1"),)),
-    Field("result.prompt_tokens", NUMBER, "prompt_tokens", feeds=_tokens("input")),
-    Field("prompt_tokens", NUMBER, "", "prompt_tokens"),
-    Field("result.cached_tokens", NUMBER, "cached_tokens", "cached_tokens", feeds=(*_tokens("cached"), *(
+    Field("unknown_objective", TEXT, "unknown_objective", feeds=(Feed("unknown_objectives_total", amount="1"),)),
+    Field("prompt_tokens", NUMBER, "prompt_tokens", feeds=_tokens("input")),
+    Field("known_prompt_tokens", NUMBER, "", "prompt_tokens"),
+    Field("cached_tokens", NUMBER, "cached_tokens", "cached_tokens", feeds=(*_tokens("cached"), *(
         Feed("prefix_tokens_total", (kind,), amount, "expected is not None and value >= 0")
         for kind, amount in (("expected", "expected"), ("cached", "value"), ("both", "min(expected, value)"))))),
-    Field("routing.last.expected_cached_tokens", NUMBER, "expected_cached_tokens"),
-    Field("result.output_tokens", NUMBER, "output_tokens", "output_tokens", feeds=_tokens("output")),
-    Field("input.stream", NUMBER, "stream", "stream"),
-    Field("result.chunks", NUMBER, "chunks", optional=True),
-    Field("result.max_gap_s", SECONDS, "max_gap_s"),
+    Field("last.expected_cached_tokens", NUMBER, "expected_cached_tokens"),
+    Field("output_tokens", NUMBER, "output_tokens", "output_tokens", feeds=_tokens("output")),
+    Field("stream", NUMBER, "stream", "stream"),
+    Field("chunks", NUMBER, "chunks", optional=True),
+    Field("max_gap_s", SECONDS, "max_gap_s"),
     Field("mean_gap_s", SECONDS, feeds=(Feed("inter_chunk_seconds", ("mean",)),
           Feed("inter_chunk_seconds", ("max",), "value if longest_s is None else longest_s"))),
-    Field("input.body_bytes", NUMBER, "body_bytes"),
-    Field("result.response_bytes", NUMBER, "response_bytes"),
-    Field("routing.last.candidates", NUMBER, "candidates", "candidates"),
-    Field("routing.last.terms", TERMS, "terms", "placement", optional=True),
-    Field("routing.last.why", WHY, "", "why"),
-    Field("routing.last.predicted", PREDICTED, "", "predicted", optional=True),
-    Field("input.method", NAME, "method"),
-    Field("input.path", NAME, "path"),
-    Field("input.request_id", TEXT, "request_id", "request_id"),
-    Field("result.error", TEXT, "error"),
+    Field("body_bytes", NUMBER, "body_bytes"),
+    Field("response_bytes", NUMBER, "response_bytes"),
+    Field("last.candidates", NUMBER, "candidates", "candidates"),
+    Field("last.terms", TERMS, "terms", "placement", optional=True),
+    Field("last.why", WHY, "", "why"),
+    Field("last.predicted", PREDICTED, "", "predicted", optional=True),
+    Field("method", NAME, "method"),
+    Field("path", NAME, "path"),
+    Field("request_id", TEXT, "request_id", "request_id"),
+    Field("error", TEXT, "error"),
 )  # fmt: skip
 
 _LOG = tuple(field for field in FIELDS if field.log)
@@ -172,12 +172,12 @@ _DECISION = tuple(field for field in FIELDS if field.decision)
 _decision_values = attrgetter(*(field.source for field in _DECISION))
 
 
-_BEGIN = ("def fill(ended):", "    last = ended.routing.last")
+_BEGIN = ("def fill(ended):", "    last = ended.last")
 
 
 def _read(field: Field) -> str:
     """The expression for the value of a field, valid after the lines of `_BEGIN`."""
-    return f"ended.{field.source}".replace("ended.routing.last.", "last.")
+    return f"ended.{field.source}".replace("ended.last.", "last.")
 
 
 def _compiled(begin: str, step: Callable[[int, Field], str]) -> Callable[[RequestExit], Any]:
@@ -220,15 +220,15 @@ def decision_fields(ended: RequestExit, origin_s: float) -> dict[str, Any]:
 
 
 _NAMES = {
-    "outcome": "ended.result.outcome.value",
-    "code": '"none" if outcome == "cancelled" else f"{ended.result.status // 100}xx"',
-    "band": 'ended.input.band or "none"', "model": "models(ended.input.model)",
-    "tenant": "tenants(ended.input.tenant) if ended.input.tenant else None", "backend": "last.backend",
-    "mode": "ended.routing.split",
+    "outcome": "ended.outcome.value",
+    "code": '"none" if outcome == "cancelled" else f"{ended.status // 100}xx"',
+    "band": 'ended.band or "none"', "model": "models(ended.model)",
+    "tenant": "tenants(ended.tenant) if ended.tenant else None", "backend": "last.backend",
+    "mode": "ended.split",
     # A preemption is no failure, and the attempt that follows it is no retry.
-    "retries": "ended.routing.attempts - ended.routing.preemptions - 1",
+    "retries": "ended.attempts - ended.preemptions - 1",
     "expected": "last.expected_cached_tokens", "ttft": "last.predicted_ttft",
-    "tpot": "last.predicted_tpot", "longest_s": "ended.result.max_gap_s",
+    "tpot": "last.predicted_tpot", "longest_s": "ended.max_gap_s",
 }  # fmt: skip
 """Maps each name that feeds and metric labels use to its expression."""
 

@@ -47,16 +47,15 @@ class GenAiMetrics:
 
     def record(self, ended: RequestExit) -> None:
         """Count one request, if its path is in OPERATIONS."""
-        asked, result = ended.input, ended.result
-        operation = OPERATIONS.get(asked.path)
+        operation = OPERATIONS.get(ended.path)
         if operation is None:
             return
-        labels = operation, PROVIDER, self._models(asked.model), self._models(asked.target or asked.model)
-        completed = result.outcome is Outcome.COMPLETED
-        self._request[(*labels, "" if completed else result.outcome.value)].observe(result.duration_s)
-        if not completed or not asked.stream:
+        labels = operation, PROVIDER, self._models(ended.model), self._models(ended.target or ended.model)
+        completed = ended.outcome is Outcome.COMPLETED
+        self._request[(*labels, "" if completed else ended.outcome.value)].observe(ended.duration_s)
+        if not completed or not ended.stream:
             return
-        if result.ttft_s is not None:
-            self._ttft[labels].observe(result.ttft_s)
+        if ended.ttft_s is not None:
+            self._ttft[labels].observe(ended.ttft_s)
         if ended.time_per_output_token_s is not None:
             self._per_token[labels].observe(ended.time_per_output_token_s)

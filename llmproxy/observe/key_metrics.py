@@ -22,8 +22,8 @@ class KeyMetrics(Collector):
 
     def record(self, ended: RequestExit) -> None:
         """Count one request that had a key."""
-        if ended.input.key is not None:
-            self._requests[ended.input.tenant, ended.input.key] += 1
+        if ended.key is not None:
+            self._requests[ended.tenant, ended.key] += 1
 
     def collect(self) -> Iterator[Metric]:
         """The counter with a series for each configured key, used or not, and for no other key."""

@@ -132,14 +132,14 @@ def take_lines_lost() -> int:
 def log_exit(ended: RequestExit) -> None:
     """Write the log line of a finished request. At the log level `debug`, it has the reasons of the grant."""
     # Most requests complete, and hashing an outcome costs a call.
-    outcome = ended.result.outcome
+    outcome = ended.outcome
     level = "info" if outcome is Outcome.COMPLETED else _ALARMING.get(outcome, "info")
     # Bypasses structlog, which would double the time, unless something has replaced its last processor.
     if _exits is not None and structlog.get_config()["processors"][-1] is _exits.render:
         _exits.write(level, ended)
         return
     log = _log.bind()
-    why = ended.routing.last.why if log.is_enabled_for(LEVELS["debug"]) else None
+    why = ended.last.why if log.is_enabled_for(LEVELS["debug"]) else None
     getattr(log, level)(EXIT_EVENT, **exit_fields(ended), **({} if why is None else {"why": why_fields(why)}))
 
 
@@ -307,7 +307,7 @@ class _Exits:
 
     def write(self, level: str, ended: RequestExit) -> None:
         if LEVELS[level] >= self._level:
-            self._out.write(self.render.exit(level, ended, ended.routing.last.why if self._debug else None) + "\n")
+            self._out.write(self.render.exit(level, ended, ended.last.why if self._debug else None) + "\n")
             self._out.flush()
 
 

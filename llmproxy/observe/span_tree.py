@@ -39,7 +39,7 @@ class SpanTree:
 
     def spans(self, ended: RequestExit) -> list[ReadableSpan]:
         """The spans of a sampled request. The first span covers the whole request."""
-        trace, arrived_s, ended_s = ended.trace, ended.input.arrived_s, ended.ended_s
+        trace, arrived_s, ended_s = ended.trace, ended.arrived_s, ended.ended_s
         assert trace is not None
         assert arrived_s is not None
         assert ended_s is not None
@@ -47,17 +47,17 @@ class SpanTree:
         made = _Spans(trace, self._resource, self._scope, time_ns() - monotonic_ns())
         parent = made.context(trace.parent_id, is_remote=True) if trace.parent_id else None
         links = [Link(_context(*trace.linked, is_remote=True))] if trace.linked is not None else []
-        failed = ended.result.status >= 500 or ended.result.outcome is Outcome.BROKEN_STREAM
+        failed = ended.status >= 500 or ended.outcome is Outcome.BROKEN_STREAM
         spans = [
             made.span(
-                f"{ended.input.method} {ended.input.path}", SpanKind.SERVER, trace.span_id, parent, arrived_s, ended_s,
-                self._request_attributes(ended), error=ended.result.outcome.value if failed else None, links=links,
+                f"{ended.method} {ended.path}", SpanKind.SERVER, trace.span_id, parent, arrived_s, ended_s,
+                self._request_attributes(ended), error=ended.outcome.value if failed else None, links=links,
             )
         ]  # fmt: skip
-        routing, request = ended.routing, made.context(trace.span_id)
+        request = made.context(trace.span_id)
         # Both stages of a split request are one attempt.
-        number = routing.attempts - sum(attempt.stage is not Stage.DECODE for attempt in routing.tried) - 1
-        for attempt in routing.tried:
+        number = ended.attempts - sum(attempt.stage is not Stage.DECODE for attempt in ended.tried) - 1
+        for attempt in ended.tried:
             assert attempt.granted_s is not None
             number += attempt.stage is not Stage.DECODE
             spans.append(
@@ -66,7 +66,7 @@ class SpanTree:
                     _queue_attributes(ended, attempt),
                 )
             )  # fmt: skip
-            is_last = attempt is routing.last
+            is_last = attempt is ended.last
             spans.append(
                 made.span(
                     _attempt_name(ended), SpanKind.CLIENT, attempt.span_id, request, attempt.granted_s,
@@ -75,33 +75,32 @@ class SpanTree:
                     events=list(_events(attempt, retried=not is_last and attempt.verdict is not Verdict.SERVED)),
                 )
             )  # fmt: skip
-        if routing.queued_s is not None:
-            refused = {"llmproxy.outcome": ended.result.outcome.value}
+        if ended.queued_s is not None:
+            refused = {"llmproxy.outcome": ended.outcome.value}
             attributes = _queue_attributes(ended, AttemptRecord()) | refused
-            spans.append(made.span("queue", SpanKind.INTERNAL, None, request, routing.queued_s, ended_s, attributes))
+            spans.append(made.span("queue", SpanKind.INTERNAL, None, request, ended.queued_s, ended_s, attributes))
         return spans
 
     def _request_attributes(self, ended: RequestExit) -> dict[str, Any]:
-        request, result = ended.input, ended.result
         return {
-            "http.request.method": request.method,
-            "http.route": request.path,
-            "url.path": request.path,
+            "http.request.method": ended.method,
+            "http.route": ended.path,
+            "url.path": ended.path,
             "url.scheme": self._scheme,
-            "http.response.status_code": result.status,
-            "http.request.body.size": request.body_bytes,
-            "http.response.body.size": result.response_bytes,
-            "llmproxy.request_id": request.request_id,
-            "llmproxy.outcome": result.outcome.value,
-            "gen_ai.request.model": request.model,
-            "llmproxy.tenant": request.tenant or None,
-            "llmproxy.band": request.band,
-            "llmproxy.objective.ttft_s": request.ttft_slo_s,
-            "llmproxy.objective.tpot_s": request.tpot_slo_s,
-            "llmproxy.objective.met": result.met,
-            "llmproxy.ttft_s": result.ttft_s,
-            "llmproxy.attempts": ended.routing.attempts,
-            "llmproxy.preemptions": ended.routing.preemptions,
+            "http.response.status_code": ended.status,
+            "http.request.body.size": ended.body_bytes,
+            "http.response.body.size": ended.response_bytes,
+            "llmproxy.request_id": ended.request_id,
+            "llmproxy.outcome": ended.outcome.value,
+            "gen_ai.request.model": ended.model,
+            "llmproxy.tenant": ended.tenant or None,
+            "llmproxy.band": ended.band,
+            "llmproxy.objective.ttft_s": ended.ttft_slo_s,
+            "llmproxy.objective.tpot_s": ended.tpot_slo_s,
+            "llmproxy.objective.met": ended.met,
+            "llmproxy.ttft_s": ended.ttft_s,
+            "llmproxy.attempts": ended.attempts,
+            "llmproxy.preemptions": ended.preemptions,
         }
 
 
@@ -162,15 +161,15 @@ def _operation(path: str) -> str:
 
 
 def _attempt_name(ended: RequestExit) -> str:
-    return f"{_operation(ended.input.path)} {ended.input.model}"
+    return f"{_operation(ended.path)} {ended.model}"
 
 
 def _queue_attributes(ended: RequestExit, attempt: AttemptRecord) -> dict[str, Any]:
     """The attributes of a wait. For a wait without a grant, `attempt` is an empty record."""
     attributes: dict[str, Any] = {
-        "llmproxy.band": ended.input.band,
-        "llmproxy.flow": ended.input.flow,
-        "llmproxy.max_wait_s": ended.input.max_wait_s,
+        "llmproxy.band": ended.band,
+        "llmproxy.flow": ended.flow,
+        "llmproxy.max_wait_s": ended.max_wait_s,
         "llmproxy.queued_ahead": attempt.queued_ahead,
     }
     for name, value in (why_fields(attempt.why) if attempt.why is not None else {}).items():
@@ -180,17 +179,16 @@ def _queue_attributes(ended: RequestExit, attempt: AttemptRecord) -> dict[str, A
 
 
 def _attempt_attributes(ended: RequestExit, attempt: AttemptRecord, number: int, *, is_last: bool) -> dict[str, Any]:
-    request, result = ended.input, ended.result
     observed_s = None
-    if attempt.first_byte_s is not None and attempt.granted_s is not None and request.stream:
+    if attempt.first_byte_s is not None and attempt.granted_s is not None and ended.stream:
         observed_s = attempt.first_byte_s - attempt.granted_s
     attributes: dict[str, Any] = {
-        "gen_ai.operation.name": _operation(request.path),
+        "gen_ai.operation.name": _operation(ended.path),
         "gen_ai.provider.name": "vllm",
-        "gen_ai.request.model": request.model,
-        "gen_ai.request.stream": request.stream,
+        "gen_ai.request.model": ended.model,
+        "gen_ai.request.stream": ended.stream,
         "gen_ai.response.time_to_first_chunk": observed_s,
-        "http.request.method": request.method,
+        "http.request.method": ended.method,
         "http.request.resend_count": number or None,
         "http.response.status_code": attempt.status,
         "llmproxy.backend": attempt.backend,
@@ -204,9 +202,9 @@ def _attempt_attributes(ended: RequestExit, attempt: AttemptRecord, number: int,
     }
     if is_last:
         attributes |= {
-            "gen_ai.usage.input_tokens": result.prompt_tokens,
-            "gen_ai.usage.output_tokens": result.output_tokens,
-            "gen_ai.usage.cache_read.input_tokens": result.cached_tokens,
+            "gen_ai.usage.input_tokens": ended.prompt_tokens,
+            "gen_ai.usage.output_tokens": ended.output_tokens,
+            "gen_ai.usage.cache_read.input_tokens": ended.cached_tokens,
             "llmproxy.tpot_s": ended.time_per_output_token_s,
         }
     return attributes

@@ -161,4 +161,4 @@ class SpanExport:
 
 def _count(ended: RequestExit) -> int:
     """The number of spans of a request: its own, two for each attempt, and another for a wait without a grant."""
-    return 1 + 2 * len(ended.routing.tried) + (ended.routing.queued_s is not None)
+    return 1 + 2 * len(ended.tried) + (ended.queued_s is not None)

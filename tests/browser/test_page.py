@@ -334,7 +334,7 @@ async def test_the_values_and_the_events_of_the_moment_that_was_asked_for(browse
         for serial in range(30):
             recorder.heard("info", "before", {"serial": serial})
         await worked(proxy)
-        [ended_s] = [one.ended_s or 0.0 for one in recorder.recent.newest_first() if one.input.request_id == "one"]
+        [ended_s] = [one.ended_s or 0.0 for one in recorder.recent.newest_first() if one.request_id == "one"]
         await until(lambda: recorder.history.last_s > ended_s + 3)
         for serial in range(30):
             recorder.heard("info", "after", {"serial": serial})

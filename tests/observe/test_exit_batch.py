@@ -28,8 +28,8 @@ def test_every_reader_gets_all_records_in_their_order() -> None:
 
     seen: list[tuple[str, str]] = []
     batch = ExitBatch(
-        lambda ended: seen.append(("first", ended.input.request_id)),
-        lambda ended: seen.append(("second", ended.input.request_id)),
+        lambda ended: seen.append(("first", ended.request_id)),
+        lambda ended: seen.append(("second", ended.request_id)),
     )
     asyncio.run(serve())
 
@@ -38,7 +38,7 @@ def test_records_are_passed_on_by_a_timer() -> None:
     async def serve() -> None:
         batch = ExitBatch(seen.set_result)
         batch.record(_ended("a"))
-        assert (await seen).input.request_id == "a"
+        assert (await seen).request_id == "a"
 
     with asyncio.Runner() as runner:
         seen: asyncio.Future[RequestExit] = runner.get_loop().create_future()
@@ -47,9 +47,9 @@ def test_records_are_passed_on_by_a_timer() -> None:
 
 def test_a_record_that_fails_loses_no_other_record() -> None:
     def read(ended: RequestExit) -> None:
-        if ended.input.request_id == "bad":
+        if ended.request_id == "bad":
             raise ZeroDivisionError("a bug")
-        seen.append(ended.input.request_id)
+        seen.append(ended.request_id)
 
     async def serve() -> None:
         batch = ExitBatch(read, read)

@@ -133,12 +133,12 @@ def test_a_failure_is_logged_once_and_so_is_its_end(monkeypatch: pytest.MonkeyPa
     exporter = Exporter(SpanExportResult.FAILURE, SpanExportResult.FAILURE)
 
     def made(one: RequestExit) -> list[Any]:
-        if one.input.request_id == "bug":
+        if one.request_id == "bug":
             raise RuntimeError("no tree")
         return [one]
 
     bug = ended()
-    bug.input.request_id = "bug"
+    bug.request_id = "bug"
     with capture_logs() as events:
         export, lost = exporting(exporter, made)
         for one in (ended(), ended(), bug, ended(), ended()):

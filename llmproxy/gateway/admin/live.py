@@ -61,14 +61,14 @@ CHOICES_MAX = 20
 """The number of choices of a backend that are shown for one request, the newest first."""
 SETTINGS_MAX = 5_000
 FILTERS: dict[str, Callable[[RequestExit], Iterable[str | None]]] = {
-    "outcome": lambda ended: (ended.result.outcome.value,),
+    "outcome": lambda ended: (ended.outcome.value,),
     "kind": lambda ended: (kind_of(ended),),
-    "model": lambda ended: (ended.input.model,),
-    "tenant": lambda ended: (ended.input.tenant,),
-    "key": lambda ended: (ended.input.key,),
-    "client": lambda ended: (ended.input.client,),
-    "band": lambda ended: (ended.input.band,),
-    "backend": lambda ended: [attempt.backend for attempt in ended.routing.tried] or (None,),
+    "model": lambda ended: (ended.model,),
+    "tenant": lambda ended: (ended.tenant,),
+    "key": lambda ended: (ended.key,),
+    "client": lambda ended: (ended.client,),
+    "band": lambda ended: (ended.band,),
+    "backend": lambda ended: [attempt.backend for attempt in ended.tried] or (None,),
 }
 """Filter name -> values of a request. A request matches if a value equals the filter; an empty filter matches None."""
 
@@ -195,7 +195,7 @@ class LivePages:
                 "request": wanted[:256],
                 "waits": None if position is None else self._admin.position(position),
                 "ended": None if ended is None else self._ended(ended, now),
-                "attempts": [] if ended is None else [self._attempt(one, ended) for one in ended.routing.tried],
+                "attempts": [] if ended is None else [self._attempt(one, ended) for one in ended.tried],
                 "waited": None if ended is None else self._waited(ended),
                 "choices": choices,
             }
@@ -209,16 +209,16 @@ class LivePages:
 
     def _waited(self, ended: RequestExit) -> dict[str, Any] | None:
         """For a request that ended without a backend: why it waited, and since when. None for any other request."""
-        since_s, arrived_s = ended.routing.queued_s, ended.input.arrived_s
+        since_s, arrived_s = ended.queued_s, ended.arrived_s
         if since_s is None or arrived_s is None:
             return None
-        waited = self._recorder.recent.waited(ended.input.request_id)
+        waited = self._recorder.recent.waited(ended.request_id)
         return {"queued_s": round(since_s - arrived_s, 4)} | self._admin.waited(waited)
 
     def _attempt(self, attempt: AttemptRecord, ended: RequestExit) -> dict[str, Any]:
         """An attempt as fields of a page. Times are seconds since the arrival of the request."""
         fields: dict[str, Any] = to_builtins(asdict(attempt))
-        arrived_s = ended.input.arrived_s or 0.0
+        arrived_s = ended.arrived_s or 0.0
         for name in ("queued_s", "granted_s", "first_byte_s", "ended_s"):
             if fields[name] is not None:
                 fields[name] = round(fields[name] - arrived_s, 4)

@@ -10,7 +10,7 @@ from llmproxy.core.domain import Stage, Usage
 from llmproxy.core.estimates.tokens import TURNS_MAX, usage_max
 from llmproxy.gateway.http.routes import BodyKind, Dialect, Work
 from llmproxy.gateway.proxying.attempt import Call
-from llmproxy.gateway.proxying.request_context import ReceivedRequest
+from llmproxy.gateway.proxying.request_context import RequestContext
 from llmproxy.gateway.proxying.stages import OPENING_EVENTS, Handover
 from llmproxy.gateway.request.body_reader import SEQUENCES_MAX
 from llmproxy.gateway.request.parsed_body import ParsedBody
@@ -45,7 +45,7 @@ class UsageQuestions:
 
 
 def call_for(
-    received: ReceivedRequest,
+    context: RequestContext,
     parsed: ParsedBody,
     lease: Lease,
     backend: BackendConfig,
@@ -58,7 +58,7 @@ def call_for(
 
     `handover` is the result of the prefill stage for a decode stage; None for any other call.
     """
-    http, rules, route = received.http, received.rules, received.route
+    http, rules, route = context.http, context.rules, context.route
     request = lease.grant.request
     prefill, decode = request.stage is Stage.PREFILL, request.stage is Stage.DECODE
     transfer = handover.parameters.value if handover is not None else None
@@ -68,8 +68,8 @@ def call_for(
         model=request.adapter or request.model,
         want_usage=ask_usage,
         priority=priority,
-        salt=received.salt,
-        trusted=received.trusted,
+        salt=context.salt,
+        trusted=context.trusted,
         transfer=rules.connector.asks if prefill else transfer,
         prompt_alone=prefill,
     )
@@ -77,12 +77,12 @@ def call_for(
     return Call(
         route.method,
         f"{route.path}?{query}" if query else route.path,
-        rules.identity.backend_headers(http, engine_id, backend, received.trusted, received.trace, span_id),
+        rules.identity.backend_headers(http, engine_id, backend, context.trusted, context.record.trace, span_id),
         spliced.parts,
         request.stream,
         spliced.hides_usage,
         route.dialect,
-        _usage_max(received),
+        _usage_max(context),
         request.stage,
         rules.connector if prefill else None,
         OPENING_EVENTS.get(route.kind, 0) if decode else 0,
@@ -92,14 +92,14 @@ def call_for(
     )
 
 
-def _usage_max(received: ReceivedRequest) -> Usage | None:
+def _usage_max(context: RequestContext) -> Usage | None:
     """The upper bound for the usage of the answer; None for a route that computes nothing."""
-    if not received.route.computes or received.parsed is None or received.target is None:
+    if not context.route.computes or context.parsed is None or context.target is None:
         return None
-    facts, sequences = received.parsed.facts, received.parsed.sequences
-    if received.route.dialect is Dialect.RESPONSES:
+    facts, sequences = context.parsed.facts, context.parsed.sequences
+    if context.route.dialect is Dialect.RESPONSES:
         sequences = TURNS_MAX
-    elif received.route.kind in UNKNOWN_SHAPES:
+    elif context.route.kind in UNKNOWN_SHAPES:
         facts, sequences = structs.replace(facts, max_tokens=None), max(SEQUENCES_MAX, sequences)
-    most = usage_max(facts, received.target.context_tokens, sequences)
-    return most if received.route.work is Work.GENERATES else Usage(most.prompt_tokens, sequences)
+    most = usage_max(facts, context.target.context_tokens, sequences)
+    return most if context.route.work is Work.GENERATES else Usage(most.prompt_tokens, sequences)

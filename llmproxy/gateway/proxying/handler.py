@@ -26,7 +26,7 @@ from llmproxy.gateway.proxying.answers import Answers
 from llmproxy.gateway.proxying.attempt import Attempt
 from llmproxy.gateway.proxying.calls import UNKNOWN_SHAPES, UsageQuestions, call_for
 from llmproxy.gateway.proxying.relay import end_broken, error_events
-from llmproxy.gateway.proxying.request_context import ReceivedRequest, RequestContext
+from llmproxy.gateway.proxying.request_context import RequestContext
 from llmproxy.gateway.proxying.response_writer import KeepAlive, ResponseWriter, within
 from llmproxy.gateway.proxying.rules import Rulebook
 from llmproxy.gateway.proxying.stages import Handover, Warnings, refuse_unreachable
@@ -36,7 +36,7 @@ from llmproxy.gateway.request.body_budget import BodyBudget, BufferedBody
 from llmproxy.gateway.request.identity import REQUEST_ID_HEADER, request_id
 from llmproxy.gateway.request.parsed_body import ParsedBody
 from llmproxy.gateway.request.prefix_hash import BLOCK_BYTES, ID_BYTES, SALT
-from llmproxy.observe.exit import ExitSink, Split
+from llmproxy.observe.exit import ExitSink, RequestExit, Split
 from llmproxy.observe.exit_batch import ExitBatch
 from llmproxy.observe.logs import log_exit, log_internal, log_replaced_id
 from llmproxy.observe.trace_context import Sampler, new_span_id
@@ -132,8 +132,10 @@ class RequestHandler:
         now = asyncio.get_running_loop().time()
         rules = self._rulebook.current
         client = ResponseWriter(http, extra, lambda: self.shutting_down, rules.cors)
-        received = ReceivedRequest(rules, route, http, sender, now, urandom(16).hex(), BufferedBody(self.bodies))
-        context = RequestContext(received, client, extra)
+        record = RequestExit(
+            request_id=urandom(16).hex(), method=http.method, path=route.path, client=sender.address, arrived_s=now
+        )
+        context = RequestContext(rules, route, http, sender, client, extra, BufferedBody(self.bodies), record)
         self.begin_request()
         try:
             await self._schedule(context)
@@ -145,18 +147,18 @@ class RequestHandler:
             self._cancelled(context, cause)
             raise
         except Exception as error:  # noqa: BLE001 - a bug becomes one 500, and its traceback goes to the log
-            log_internal(received.id, error)
+            log_internal(record.request_id, error)
             if client.response is None or client.only_comments:
                 return await self._fail(context, Failure(Outcome.INTERNAL, INTERNAL_MESSAGE))
-            context.end(Outcome.INTERNAL, client.status, INTERNAL_MESSAGE)
+            record.end(Outcome.INTERNAL, client.status, INTERNAL_MESSAGE)
             # An answer has begun, and the client would read an error as part of it.
             await client.abort()
         finally:
             if context.keep_alive is not None:
                 context.keep_alive.stop()
-            received.buffered.release()
-            if not received.repeated:
-                self._open_ids.discard(received.id)
+            context.buffered.release()
+            if not context.repeated:
+                self._open_ids.discard(record.request_id)
             self.end_request()
             self._record(context)
         assert client.response is not None
@@ -165,70 +167,71 @@ class RequestHandler:
     # --- reading the request ------------------------------------------------------------------------------------------
 
     async def _schedule(self, context: RequestContext) -> None:
-        received = context.input
-        http, rules = received.http, received.rules
+        http, rules, record = context.http, context.rules, context.record
         if (given := request_id(http.headers)) is not None:
-            received.id, received.repeated = given, given in self._open_ids
+            record.request_id, context.repeated = given, given in self._open_ids
             self._open_ids.add(given)
         elif not self._replaced_id_logged and REQUEST_ID_HEADER in http.headers:
             # Logged once: a client with invalid ids sends them with every request.
             self._replaced_id_logged = True
-            log_replaced_id(received.id)
-        context.extra["x-request-id"] = received.id
-        received.tenant = rules.keys.check(http.headers)
-        received.trusted = rules.identity.trusts(received.client, received.tenant)
+            log_replaced_id(record.request_id)
+        context.extra["x-request-id"] = record.request_id
+        context.tenant = rules.keys.check(http.headers)
+        context.trusted = rules.identity.trusts(context.sender, context.tenant)
         if self._sampler is not None:
-            received.begin_trace(self._sampler)
+            context.begin_trace(self._sampler)
         if self._dispatcher.draining:
             raise Failure(Outcome.DRAINING, "The proxy is shutting down. Try again.", retry_after_s=1.0)
         if http.headers.get("content-encoding", "identity").lower() != "identity":
             message = "Request bodies must not be compressed: send this one without Content-Encoding."
             accepted = {"Accept-Encoding": "identity"}
             raise Failure(Outcome.BAD_REQUEST, message, status=415, param="content-encoding", headers=accepted)
-        body = await read_body(http, rules.config.body_bytes_max, rules.config.clients, received.buffered)
-        received.body_bytes = len(body)
-        received.parsed = await rules.read(received.route, http, body)
-        parsed = received.parsed = await self._isolate(received, received.parsed)
+        body = await read_body(http, rules.config.body_bytes_max, rules.config.clients, context.buffered)
+        record.body_bytes = len(body)
+        context.parsed = await rules.read(context.route, http, body)
+        parsed = context.parsed = await self._isolate(context, context.parsed)
         if parsed.facts.stream and rules.config.timeouts.keep_alive_s is not None:
             context.keep_alive = KeepAlive(context.client, rules.config.timeouts.keep_alive_s)
-        received.session = rules.identity.session(http, parsed.sessions, received.tenant)
-        received.target = await self._target(received, parsed.facts.model)
+        context.session = rules.identity.session(http, parsed.sessions, context.tenant)
+        context.target = await self._target(context, parsed.facts.model)
         if rules.request_limits is not None:
-            parsed = received.parsed = rules.request_limits.apply(
-                received.route, parsed, received.tenant.name, received.target, self._estimator
+            parsed = context.parsed = rules.request_limits.apply(
+                context.route, parsed, context.tenant.name, context.target, self._estimator
             )
         self.budget.request()
-        if self._answers is not None and received.route.computes:
+        if self._answers is not None and context.route.computes:
             context.captured = self._answers.capture(parsed)
             context.client.capture = context.captured.add if context.captured is not None else None
-        context.routing = Routing(self._make_request(received, parsed, received.target))
+        context.routing = Routing(self._make_request(context, parsed, context.target))
         await self._attempt_until_answered(context, parsed, context.routing)
 
-    async def _isolate(self, received: ReceivedRequest, parsed: ParsedBody) -> ParsedBody:
+    async def _isolate(self, context: RequestContext, parsed: ParsedBody) -> ParsedBody:
         """Isolate the tenant from cached prefixes and stored responses of other tenants. Raises Failure."""
-        if received.route.dialect is Dialect.RESPONSES:
-            received.previous = await self._stored.previous(parsed.response_members, received.tenant, received.rules)
-        if received.tenant.salt is None or not received.route.salted:
+        if context.route.dialect is Dialect.RESPONSES:
+            context.previous = await self._stored.previous(parsed.response_members, context.tenant, context.rules)
+        if context.tenant.salt is None or not context.route.salted:
             return parsed
-        received.salt = received.tenant.cache_salt(parsed.text(SALT))
-        chain = None if parsed.chain is None else replace(parsed.chain, salt=received.salt)
+        context.salt = context.tenant.cache_salt(parsed.text(SALT))
+        chain = None if parsed.chain is None else replace(parsed.chain, salt=context.salt)
         return replace(parsed, chain=chain)
 
-    async def _target(self, received: ReceivedRequest, asked: str | None) -> Target:
+    async def _target(self, context: RequestContext, asked: str | None) -> Target:
         """Resolve the requested model name. Errors only name models that the tenant may use.
 
         Waits for up to `no_backend_wait_s` while replicas start and have not listed their models yet.
         """
-        tenant, rules = received.tenant, received.rules
+        tenant, rules = context.tenant, context.rules
         try:
             if asked is None or tenant.allows(asked):
                 no_backend_wait_s = min(
-                    rules.config.queue.no_backend_wait_s, rules.identity.max_wait_s(received.http.headers)
+                    rules.config.queue.no_backend_wait_s, rules.identity.max_wait_s(context.http.headers)
                 )
                 # A conversation stays with one model of an alias: only that model's replicas have cached the prefix.
-                key, previous = received.session or received.id, received.previous
+                key, previous = context.session or context.record.request_id, context.previous
                 beside = None if previous is None else previous.backend
-                target = await self._dispatcher.resolve(asked, no_backend_wait_s, received.body_bytes, key, beside)
+                target = await self._dispatcher.resolve(
+                    asked, no_backend_wait_s, context.record.body_bytes, key, beside
+                )
                 if asked is not None or tenant.allows(target.requested):
                     return target
         except Refused as refused:
@@ -242,13 +245,15 @@ class RequestHandler:
             raise Failure(Outcome.BAD_REQUEST, f"The request names no model: set `model` to one of {own}.")
         raise Failure(Outcome.UNKNOWN_MODEL, f"The model `{asked[:200]}` does not exist.")
 
-    def _make_request(self, received: ReceivedRequest, parsed: ParsedBody, target: Target) -> Request:
-        http, facts, tenant, identity = received.http, parsed.facts, received.tenant, received.rules.identity
-        standing = identity.classify(http.headers, received.trusted, target.requested, target.model, tenant)
-        received.max_wait_s, received.unknown_objective = standing.max_wait_s, standing.unknown_objective
+    def _make_request(self, context: RequestContext, parsed: ParsedBody, target: Target) -> Request:
+        http, facts, tenant, identity = context.http, parsed.facts, context.tenant, context.rules.identity
+        record = context.record
+        assert record.arrived_s is not None
+        standing = identity.classify(http.headers, context.trusted, target.requested, target.model, tenant)
+        record.max_wait_s, record.unknown_objective = standing.max_wait_s, standing.unknown_objective
         prompt_tokens, output_tokens = self._estimator.tokens(target.model, facts)
-        computes = received.route.computes
-        if received.route.work is not Work.GENERATES:
+        computes = context.route.computes
+        if context.route.work is not Work.GENERATES:
             prompt_tokens, output_tokens = prompt_tokens if computes else 1, 0
         prefix: tuple[int, ...] = ()
         prefix_tokens = 0.0
@@ -264,10 +269,10 @@ class RequestHandler:
             adapter=target.adapter,
             band=standing.band,
             flow=standing.flow,
-            arrived_s=received.arrived_s,
+            arrived_s=record.arrived_s,
             # The maximum wait counts from the moment when the body has been read.
             deadline_s=asyncio.get_running_loop().time() + standing.max_wait_s,
-            body_bytes=received.body_bytes,
+            body_bytes=record.body_bytes,
             prompt_tokens=prompt_tokens,
             output_tokens=output_tokens,
             max_tokens=facts.max_tokens,
@@ -277,27 +282,26 @@ class RequestHandler:
             weight=standing.weight,
             slo=standing.slo,
             limits=standing.limits,
-            label=received.id,
+            label=record.request_id,
             prefix=prefix,
             prefix_tokens=prefix_tokens,
-            session=received.session,
-            splittable=parsed.splittable and received.previous is None,
+            session=context.session,
+            splittable=parsed.splittable and context.previous is None,
             prepared=facts.prepared or not computes,
-            backend=received.previous.backend if received.previous is not None else None,
+            backend=context.previous.backend if context.previous is not None else None,
         )
 
     # --- attempts -----------------------------------------------------------------------------------------------------
 
     async def _attempt_until_answered(self, context: RequestContext, parsed: ParsedBody, routing: Routing) -> None:
-        received = context.input
-        extra_attempts = received.rules.config.retry.extra_attempts
+        extra_attempts = context.rules.config.retry.extra_attempts
         try:
             attempt = await run_attempts(
                 routing, partial(self._attempt, context, parsed), self._dispatcher, self.budget, extra_attempts
             )
         except Refused as refused:
-            if received.previous is not None and refused.outcome is Outcome.BAD_REQUEST:
-                raise received.previous.unreachable(refused) from None
+            if context.previous is not None and refused.outcome is Outcome.BAD_REQUEST:
+                raise context.previous.unreachable(refused) from None
             # If a retry finds no backend, the client gets the error of the attempt before.
             if context.attempt is None or context.attempt.outcome is Outcome.INTERNAL:
                 raise
@@ -313,17 +317,17 @@ class RequestHandler:
             return
         self._finish(context, attempt)
         if attempt.outcome is Outcome.BROKEN_STREAM:
-            await end_broken(attempt, received.route.dialect, context.client)
+            await end_broken(attempt, context.route.dialect, context.client)
 
     async def _attempt(self, context: RequestContext, parsed: ParsedBody, lease: Lease) -> Attempt:
-        received, routing = context.input, context.routing
+        routing = context.routing
         assert routing is not None
         tried = routing.tried[-1]
-        rules, tenant, dialect = received.rules, received.tenant, received.route.dialect
+        rules, tenant, dialect = context.rules, context.tenant, context.route.dialect
         backend, stage = self._backends[lease.backend], lease.grant.request.stage
-        if received.trace is not None:
+        if context.record.trace is not None:
             tried.span_id = new_span_id()
-        if received.trusted or not tenant.name:
+        if context.trusted or not tenant.name:
             context.extra["x-llmproxy-backend"] = backend.name
         context.extra["x-llmproxy-queue-ms"] = f"{routing.waited_s * 1e3:.1f}"
         context.extra["x-llmproxy-attempts"] = str(routing.attempts)
@@ -342,21 +346,21 @@ class RequestHandler:
             # The callback must not refer to the context, which refers to this client: the cycle would keep the body in
             # memory until the garbage collector runs.
             context.client.on_commit = self._stored.commit_callback(
-                attempt, backend.name, tenant, received.previous, parsed
+                attempt, backend.name, tenant, context.previous, parsed
             )
         try:
             if handover is not None and handover.unreachable_from(backend.url):
                 refuse_unreachable(attempt, handover, lease)
             else:
-                engine_id, span_id = received.engine_id(routing), tried.span_id or ""
+                engine_id, span_id = context.engine_id(routing), tried.span_id or ""
                 asks = lease.grant.request.stream and self._usage.should_ask(backend, lease.grant.at_s)
-                call = call_for(received, parsed, lease, backend, engine_id, span_id, handover, asks)
+                call = call_for(context, parsed, lease, backend, engine_id, span_id, handover, asks)
                 await rules.relay.attempt(attempt, lease, backend.url, call, context.client)
                 if call.hide_usage and attempt.answer is not None and attempt.refuses(b"stream_options"):
                     # The client did not ask for usage: try again without it.
                     self._usage.record_refusal(backend, lease.grant.at_s)
                     attempt = context.attempt = Attempt(split=attempt.split)
-                    call = call_for(received, parsed, lease, backend, engine_id, span_id, handover, False)
+                    call = call_for(context, parsed, lease, backend, engine_id, span_id, handover, False)
                     await rules.relay.attempt(attempt, lease, backend.url, call, context.client)
         finally:
             # Also after a cancellation: many clients leave as soon as they have read the end mark.
@@ -372,7 +376,7 @@ class RequestHandler:
         context.note_split(attempt, lease.grant)
         if attempt.verdict is Verdict.UNAUTHORIZED:
             attempt.detail = rules.identity.key_hint(backend)
-        if received.previous is not None and received.previous.may_be_elsewhere(attempt):
+        if context.previous is not None and context.previous.may_be_elsewhere(attempt):
             attempt.again = Again.ANYWHERE_ELSE
         return attempt
 
@@ -380,7 +384,7 @@ class RequestHandler:
         """Free the prompt of a handover whose decode stage does not happen."""
         context.handover = None
         backend = self._backends.get(handover.answers_on or "")
-        await context.input.rules.releaser.release(handover, backend, routing.request.model)
+        await context.rules.releaser.release(handover, backend, routing.request.model)
 
     async def _deliver_failure(self, context: RequestContext, attempt: Attempt) -> None:
         """Send the backend's own error unchanged. Raises Failure if the backend sent none."""
@@ -391,36 +395,36 @@ class RequestHandler:
             status = attempt.status if attempt.outcome is Outcome.UPSTREAM_STATUS else None
             raise Failure(attempt.outcome, attempt.message, status=status)
         if context.client.only_comments:
-            context.end(attempt.outcome, answer.status, attempt.message)
-            await self._end_stream(context, error_events(answer, context.input.route.dialect, attempt.message))
+            context.record.end(attempt.outcome, answer.status, attempt.message)
+            await self._end_stream(context, error_events(answer, context.route.dialect, attempt.message))
             return
         headers = answer.headers
         if answer.status == 503 and not any(name.lower() == "retry-after" for name, _ in headers):
             headers = [*headers, ("Retry-After", "1")]
         context.client.commit(answer.status, answer.reason, headers)
         context.client.write(answer.body)
-        await within(context.client.end(), context.client, context.input.rules.config.timeouts.stall_s)
-        context.end(attempt.outcome, answer.status, attempt.message)
+        await within(context.client.end(), context.client, context.rules.config.timeouts.stall_s)
+        context.record.end(attempt.outcome, answer.status, attempt.message)
 
     async def _end_stream(self, context: RequestContext, event: bytes) -> None:
         """End a stream of comments with one last event and a regular end mark."""
         context.client.write(event)
-        await within(context.client.end(), context.client, context.input.rules.config.timeouts.stall_s)
+        await within(context.client.end(), context.client, context.rules.config.timeouts.stall_s)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def _finish(self, context: RequestContext, attempt: Attempt) -> None:
         """Record the outcome of the attempt whose answer went to the client, and learn from its usage."""
-        context.end(attempt.outcome, context.client.status, attempt.message)
-        received, routing = context.input, context.routing
+        context.record.end(attempt.outcome, context.client.status, attempt.message)
+        routing = context.routing
         assert routing is not None
-        assert received.parsed is not None
+        assert context.parsed is not None
         if attempt.outcome is Outcome.COMPLETED and attempt.usage is not None:
-            facts = received.parsed.facts
+            facts = context.parsed.facts
             prompt_bytes = facts.prompt_bytes if facts.prompt_tokens is None else None
-            known = received.route.work is Work.GENERATES and received.route.kind not in UNKNOWN_SHAPES
+            known = context.route.work is Work.GENERATES and context.route.kind not in UNKNOWN_SHAPES
             # For other bodies the number of sequences in the usage is unknown.
-            sequences = received.parsed.sequences if known else None
+            sequences = context.parsed.sequences if known else None
             self._estimator.learn(routing.request.model, prompt_bytes, sequences, attempt.usage)
 
     def _cancelled(self, context: RequestContext, cause: BaseException) -> None:
@@ -428,33 +432,33 @@ class RequestHandler:
         if attempt is not None and attempt.outcome is Outcome.COMPLETED:
             self._finish(context, attempt)
             return
-        if context.outcome is Outcome.BROKEN_STREAM:
+        if context.record.outcome is Outcome.BROKEN_STREAM:
             # The client left after it had read the error event.
             return
         outcome, status, error = self.cancellation(cause)
-        context.end(outcome, (context.client.status or status) if outcome is Outcome.DRAINING else status, error)
+        context.record.end(outcome, (context.client.status or status) if outcome is Outcome.DRAINING else status, error)
 
     async def _fail(self, context: RequestContext, failure: Failure) -> web.StreamResponse:
-        context.end(failure.outcome, failure.status, failure.message)
-        client, dialect = context.client, context.input.route.dialect
+        context.record.end(failure.outcome, failure.status, failure.message)
+        client, dialect = context.client, context.route.dialect
         if client.response is not None:
             # The client has got the head of a stream and comments.
             with suppress(ConnectionError):
                 await self._end_stream(context, error_event(dialect, failure.message, failure.status))
             return client.response
-        return failure.response(dialect, {"x-request-id": context.input.id, **context.extra})
+        return failure.response(dialect, {"x-request-id": context.record.request_id, **context.extra})
 
     def _record(self, context: RequestContext) -> None:
         if self._sampler is not None:
             # A request that was refused before its tenant was known has no trace yet.
-            context.input.begin_trace(self._sampler)
-        ended = context.record(asyncio.get_running_loop().time(), context.input.rules.band_names)
+            context.begin_trace(self._sampler)
+        ended = context.finish(asyncio.get_running_loop().time(), context.rules.band_names)
         if context.routing is not None:
-            self._dispatcher.ended(context.routing.request, ended.result.met)
+            self._dispatcher.ended(context.routing.request, ended.met)
         # Captured bytes are released first, because recording may fail.
         if self._answers is not None and context.captured is not None:
             lease = context.routing.lease if context.routing is not None else None
-            completed = context.outcome is Outcome.COMPLETED
+            completed = context.record.outcome is Outcome.COMPLETED
             self._answers.finish(context.captured, lease.grant if completed and lease is not None else None)
         self._exits.record(ended)
         self.log_lines.record(ended)

@@ -51,12 +51,12 @@ def kind_of(ended: RequestExit) -> str:
 
     An engine's own 4xx answer is a client error.
     """
-    outcome = ended.result.outcome
+    outcome = ended.outcome
     if outcome is Outcome.COMPLETED:
         return "completed"
     if outcome in REFUSED:
         return "refused"
-    if outcome in CLIENT_ERRORS or (outcome is Outcome.UPSTREAM_STATUS and 400 <= ended.result.status < 500):
+    if outcome in CLIENT_ERRORS or (outcome is Outcome.UPSTREAM_STATUS and 400 <= ended.status < 500):
         return "client_error"
     return "cancelled" if outcome is Outcome.CANCELLED else "failed"
 
@@ -163,44 +163,43 @@ class Sums:
 
     def add(self, ended: RequestExit) -> None:
         """Count one request."""
-        asked, routing, result = ended.input, ended.routing, ended.result
-        name, kind = asked.band or NO_BAND, kind_of(ended)
+        name, kind = ended.band or NO_BAND, kind_of(ended)
         band = self.bands.get(name)
         if band is None:
             band = self.bands[name] = BandSums()
         band.kinds[kind] += 1
         if kind in ("refused", "failed"):
-            self.outcomes[result.outcome] += 1
-        if result.met is not None:
-            band.met += result.met
-            band.missed += not result.met
-        if routing.queue_wait_s is not None:
-            band.wait_s[bucket_of(routing.queue_wait_s)] += 1
-        tokens = max(0, result.prompt_tokens or 0), max(0, result.output_tokens or 0)
-        if asked.flow is not None:
-            self._add_flow((name, asked.flow), asked.weight, sum(tokens), routing.queue_wait_s or 0.0)
+            self.outcomes[ended.outcome] += 1
+        if ended.met is not None:
+            band.met += ended.met
+            band.missed += not ended.met
+        if ended.queue_wait_s is not None:
+            band.wait_s[bucket_of(ended.queue_wait_s)] += 1
+        tokens = max(0, ended.prompt_tokens or 0), max(0, ended.output_tokens or 0)
+        if ended.flow is not None:
+            self._add_flow((name, ended.flow), ended.weight, sum(tokens), ended.queue_wait_s or 0.0)
         tpot_s = ended.time_per_output_token_s
-        if asked.stream and result.ttft_s is not None:
-            band.ttft_s[bucket_of(result.ttft_s)] += 1
+        if ended.stream and ended.ttft_s is not None:
+            band.ttft_s[bucket_of(ended.ttft_s)] += 1
             if tpot_s is not None:
                 band.tpot_s[bucket_of(tpot_s)] += 1
-        for attempt in routing.tried:
+        for attempt in ended.tried:
             if attempt.backend is not None:
                 served = self.backends.get(attempt.backend)
                 if served is None:
                     served = self.backends[attempt.backend] = BackendSums()
                 served.ends += 1
                 served.failures += attempt.verdict not in NO_FAILURES
-        last = routing.last
+        last = ended.last
         if last.backend is None:
             return
-        self.retries += max(0, routing.attempts - routing.preemptions - 1)
-        self.preemptions += routing.preemptions
+        self.retries += max(0, ended.attempts - ended.preemptions - 1)
+        self.preemptions += ended.preemptions
         backend = self.backends[last.backend]
         backend.prompt += tokens[0]
         backend.output += tokens[1]
-        if result.cached_tokens is not None:
-            backend.cached += max(0, result.cached_tokens)
+        if ended.cached_tokens is not None:
+            backend.cached += max(0, ended.cached_tokens)
             backend.expected += max(0, last.expected_cached_tokens or 0)
         if tpot_s is not None:
             backend.token_us += round(tpot_s * 1e6)

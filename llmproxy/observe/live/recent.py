@@ -37,7 +37,7 @@ class RecentRequests:
         if at_s is None:
             # The request was refused before its arrival time was set.
             at_s = self._kept[-1][0] if self._kept else 0.0
-        self._keep(at_s, ended.input.request_id, ended)
+        self._keep(at_s, ended.request_id, ended)
 
     def left(self, request_id: str, waited: Waited, at_s: float) -> None:
         """Store why a request waited. It left without a backend at `at_s`, on the clock of the loop."""

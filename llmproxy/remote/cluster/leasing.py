@@ -254,7 +254,7 @@ class ClusterLeasing:
         return not self._shards.separate or self._client_for_exit(ended).is_leader
 
     def _client_for_exit(self, ended: RequestExit) -> LeaderClient:
-        backend = ended.routing.last.backend
+        backend = ended.last.backend
         return self.by_shard[DEFAULT if backend is None else self._pools.shard_for_backend(backend)]
 
     def _client_for(self, request: Request) -> LeaderClient:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from llmproxy.core.domain import Outcome, Request
 from llmproxy.core.estimates.tokens import Estimator
 from llmproxy.gateway.proxying.rules import Rulebook
-from llmproxy.observe.exit import ExitSink, RequestExit, RequestInput, RequestResult
+from llmproxy.observe.exit import ExitSink, RequestExit
 from llmproxy.observe.logs import log_exit
 from llmproxy.remote import messages
 from llmproxy.remote.link import FROM_WORKER, Link
@@ -82,7 +82,7 @@ class WorkerSession:
         self.gone.set()
 
     def _lost_exit(self, request: Request) -> RequestExit:
-        lost = RequestInput(
+        return RequestExit(
             request_id=request.label,
             method="POST",
             path="",
@@ -94,11 +94,8 @@ class WorkerSession:
             flow=request.flow,
             stream=request.stream,
             arrived_s=request.arrived_s,
-        )
-        result = RequestResult(
             outcome=Outcome.INTERNAL,
             status=500,
             duration_s=self._loop.time() - request.arrived_s,
             error="its relay worker ended before it did",
         )
-        return RequestExit(lost, result)

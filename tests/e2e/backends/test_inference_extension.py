@@ -56,7 +56,7 @@ async def band_of(proxy: ProxyUnderTest, name: str, header: str = HEADER, **head
     assert (await proxy.chat(headers={header: name, **headers})).status == 200
     await until(lambda: proxy.app.handler.open_requests == 0)
     proxy.app.flush_records()
-    asked = next(proxy.app.recorder.recent.newest_first()).input
+    asked = next(proxy.app.recorder.recent.newest_first())
     return asked.band or "", asked.level or 0
 
 
@@ -106,7 +106,7 @@ async def test_an_objective_decides_who_goes_first() -> None:
         for task in waiting:
             assert (await task).status == 200
         proxy.app.flush_records()
-        order = [ended.input.request_id for ended in proxy.app.recorder.recent.newest_first()]
+        order = [ended.request_id for ended in proxy.app.recorder.recent.newest_first()]
         assert order[2::-1] == ["high", "none", "low"]
 
 

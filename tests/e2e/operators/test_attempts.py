@@ -21,25 +21,25 @@ def _ended(monkeypatch: pytest.MonkeyPatch) -> dict[str, RequestExit]:
     """The records of all requests, by request id."""
     records: dict[str, RequestExit] = {}
     monkeypatch.setattr(
-        "llmproxy.gateway.proxying.handler.log_exit", lambda ended: records.update({ended.input.request_id: ended})
+        "llmproxy.gateway.proxying.handler.log_exit", lambda ended: records.update({ended.request_id: ended})
     )
     return records
 
 
 def in_order(ended: RequestExit) -> None:
     """Waits and attempts follow each other, within the request, and the waits add up."""
-    instants = [ended.input.arrived_s, ended.ended_s]
-    for attempt in ended.routing.tried:
+    instants = [ended.arrived_s, ended.ended_s]
+    for attempt in ended.tried:
         instants[-1:-1] = [attempt.queued_s, attempt.granted_s, attempt.first_byte_s, attempt.ended_s]
     known = [instant for instant in instants if instant is not None]
     assert all(a <= b for a, b in pairwise(known)), instants
-    if len(ended.routing.tried) == ended.routing.attempts and ended.routing.queued_s is None:
-        waits_s = [(one.granted_s or 0.0) - (one.queued_s or 0.0) for one in ended.routing.tried]
-        assert sum(waits_s) == pytest.approx(ended.routing.queue_wait_s, abs=1e-6)
+    if len(ended.tried) == ended.attempts and ended.queued_s is None:
+        waits_s = [(one.granted_s or 0.0) - (one.queued_s or 0.0) for one in ended.tried]
+        assert sum(waits_s) == pytest.approx(ended.queue_wait_s, abs=1e-6)
 
 
 def story(ended: RequestExit) -> list[tuple[str | None, Verdict | None, bool]]:
-    return [(one.backend, one.verdict, one.first_byte_s is not None) for one in ended.routing.tried]
+    return [(one.backend, one.verdict, one.first_byte_s is not None) for one in ended.tried]
 
 
 async def test_a_retry_is_a_second_attempt(ended: dict[str, RequestExit]) -> None:
@@ -54,21 +54,21 @@ async def test_a_retry_is_a_second_attempt(ended: dict[str, RequestExit]) -> Non
         assert (await answer).status == 200
         await proxy.settled()
         record = ended["r"]
-        *failed, last = record.routing.tried
+        *failed, last = record.tried
         assert failed
         assert {(one.verdict, one.status, one.error) for one in failed} == {
             (Verdict.BUSY, 503, "The backend answered 503.")
         }
         assert (last.verdict, last.status, last.error) == (Verdict.SERVED, 200, None)
-        assert last is record.routing.last
-        assert record.routing.attempts == len(record.routing.tried)
+        assert last is record.last
+        assert record.attempts == len(record.tried)
         assert last.terms
         assert last.candidates
         assert last.why is not None
         assert last.predicted_ttft is not None
         in_order(record)
         # A request is found by each backend that it was sent to.
-        for attempt in record.routing.tried:
+        for attempt in record.tried:
             found = (await proxy.get(f"/debug/requests?backend={attempt.backend}")).json
             assert [one["request_id"] for one in found["requests"]] == ["r"]
         assert (await proxy.get("/debug/requests?backend=")).json["requests"] == []
@@ -86,8 +86,8 @@ async def test_a_preempted_attempt_says_when_it_was_withdrawn(ended: dict[str, R
         await proxy.settled()
         assert story(ended["c"]) == [("b0", Verdict.SERVED, True)]
         assert story(ended["s"]) == [("b0", Verdict.PREEMPTED, False), ("b0", Verdict.SERVED, True)]
-        withdrawn, again = ended["s"].routing.tried
-        (other,) = ended["c"].routing.tried
+        withdrawn, again = ended["s"].tried
+        (other,) = ended["c"].tried
         assert withdrawn.ended_s is not None
         assert other.granted_s is not None
         assert again.queued_s is not None
@@ -102,13 +102,13 @@ async def test_a_request_that_was_never_granted_says_since_when_it_waited(ended:
         running.close()
         await proxy.settled()
         record = ended["r"]
-        assert record.result.outcome is Outcome.EXPIRED
-        assert record.routing.tried == ()
-        assert record.routing.last == AttemptRecord()
-        assert record.routing.queued_s is not None
-        assert record.input.arrived_s is not None
+        assert record.outcome is Outcome.EXPIRED
+        assert record.tried == ()
+        assert record.last == AttemptRecord()
+        assert record.queued_s is not None
+        assert record.arrived_s is not None
         assert record.ended_s is not None
-        assert record.input.arrived_s <= record.routing.queued_s <= record.ended_s - 0.04
+        assert record.arrived_s <= record.queued_s <= record.ended_s - 0.04
 
 
 async def test_a_client_that_leaves_ends_its_attempt(ended: dict[str, RequestExit]) -> None:
@@ -130,6 +130,6 @@ async def test_the_record_has_the_latest_attempts_alone(
         assert (await proxy.chat(headers={"x-request-id": "r"})).status >= 500
         await proxy.settled()
         record = ended["r"]
-        assert record.routing.attempts == 41
-        assert len(record.routing.tried) == ATTEMPTS_MAX
+        assert record.attempts == 41
+        assert len(record.tried) == ATTEMPTS_MAX
         in_order(record)

@@ -245,4 +245,4 @@ async def test_client_of_a_request_is_logged_and_remembered(sent: str, logged: s
         assert f" client=203.0.113.9 {logged}" in line
         ended = proxy.app.recorder.recent.find("who")
         assert ended is not None
-        assert (ended.input.client, ended.input.user_agent, ended.input.key) == ("203.0.113.9", sent[:64], None)
+        assert (ended.client, ended.user_agent, ended.key) == ("203.0.113.9", sent[:64], None)

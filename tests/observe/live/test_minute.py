@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmproxy.core.domain import Outcome, Predicted, Verdict
-from llmproxy.observe.exit import RequestExit, RequestInput, RequestResult, RequestRouting
+from llmproxy.observe.exit import RequestExit
 from llmproxy.observe.live.minute import FLOWS_MAX, LEAST_S, OTHER, SPAN_S, Minute, bucket_of, kind_of, quantile
 from llmproxy.scheduling.attempts import AttemptRecord
 
@@ -25,15 +25,11 @@ def ended(
         backend=backend, granted_s=wait_s, verdict=Verdict.SERVED, expected_cached_tokens=3,
         predicted_ttft=Predicted(0.1, 0.3),
     )  # fmt: skip
-    asked = RequestInput(
-        request_id="r", method="POST", path="/", band="default", flow=flow, weight=weight, arrived_s=0.0, stream=stream
-    )
     tried = (attempt,) if backend is not None else ()
     return RequestExit(
-        asked,
-        RequestResult(outcome=outcome, status=status, duration_s=1.0, **result),
-        RequestRouting(tried=tried, attempts=len(tried), queue_wait_s=wait_s),
-    )
+        request_id="r", method="POST", path="/", band="default", flow=flow, weight=weight, arrived_s=0.0, stream=stream,
+        tried=tried, attempts=len(tried), queue_wait_s=wait_s, outcome=outcome, status=status, duration_s=1.0, **result,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("outcome", list(Outcome))
@@ -112,7 +108,7 @@ def test_a_request_without_an_attempt_is_of_no_backend_and_one_without_a_stream_
 def test_an_attempt_that_failed_is_its_backends_although_another_one_served() -> None:
     minute, served = Minute(), ended()
     failed = (AttemptRecord(backend="bad", verdict=verdict) for verdict in (Verdict.FAILED, Verdict.PREEMPTED))
-    served.routing = RequestRouting(tried=(*failed, *served.routing.tried), attempts=3, preemptions=1)
+    served.tried, served.attempts, served.preemptions, served.queue_wait_s = (*failed, *served.tried), 3, 1, None
     minute.record(served)
     minute.roll(0)
     bad, good = minute.total.backend("bad"), minute.total.backend("b0")

@@ -30,7 +30,7 @@ def test_more_than_a_thousand_requests_are_found_for_ten_minutes_and_no_longer()
     recent.record(_ended("late", 1.5 + KEPT_S))
     assert recent.find("0") is None
     assert recent.find("9") is not None
-    assert next(recent.newest_first()).input.request_id == "late"
+    assert next(recent.newest_first()).request_id == "late"
 
 
 def test_the_oldest_are_forgotten_earlier_where_they_are_too_large() -> None:
@@ -60,9 +60,9 @@ def test_a_refusal_whose_time_was_not_noted_is_as_old_as_the_request_before_it()
     recent.record(_ended("first", 1_000.0))
     recent.record(changed(_ended("refused", 1_000.0), arrived_s=None))
     recent.record(_ended("last", 1_000.0 + KEPT_S))
-    assert [one.input.request_id for one in recent.newest_first()] == ["last", "refused", "first"]
+    assert [one.request_id for one in recent.newest_first()] == ["last", "refused", "first"]
     recent.record(_ended("later", 1_001.0 + KEPT_S))
-    assert [one.input.request_id for one in recent.newest_first()] == ["later", "last"]
+    assert [one.request_id for one in recent.newest_first()] == ["later", "last"]
 
 
 def test_why_a_request_waited_is_found_by_its_id_beside_its_end() -> None:
@@ -71,7 +71,7 @@ def test_why_a_request_waited_is_found_by_its_id_beside_its_end() -> None:
     recent.record(_ended("one", 1.0))
     assert recent.waited("one") == waited
     assert recent.find("one") == _ended("one", 1.0)
-    assert [one.input.request_id for one in recent.newest_first()] == ["one"]
+    assert [one.request_id for one in recent.newest_first()] == ["one"]
     assert recent.waited("two") is None
     recent.left("two", waited, 2.0 + KEPT_S)
     assert (recent.waited("one"), recent.find("one")) == (None, None)

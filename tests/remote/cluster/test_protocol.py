@@ -27,7 +27,7 @@ from llmproxy.core.domain import (
     Verdict,
 )
 from llmproxy.core.lease_events import Committed, Progress, Recomputing, Returned, Started
-from llmproxy.observe.exit import RequestExit, RequestInput, RequestResult, RequestRouting
+from llmproxy.observe.exit import RequestExit
 from llmproxy.remote import messages
 from llmproxy.remote.cluster.compatibility import FALLBACKS, FROM_MEMBER, TO_MEMBER, UNKNOWN_MAX, TolerantDecoder
 from llmproxy.remote.link import FRAME_BYTES_MAX, FRAME_MESSAGES_MAX, BrokenFrameError, Frames, frame
@@ -206,9 +206,13 @@ FULL: dict[type[Any], Any] = {
     Returned: Returned(1, Verdict.SERVED, None),
     messages.ExitReport: messages.ExitReport(
         RequestExit(
-            RequestInput(request_id="r", method="POST", path="/"),
-            RequestResult(outcome=Outcome.COMPLETED, status=200, duration_s=1.0),
-            RequestRouting(tried=(AttemptRecord.begun(GRANT, 0.0),)),
+            request_id="r",
+            method="POST",
+            path="/",
+            outcome=Outcome.COMPLETED,
+            status=200,
+            duration_s=1.0,
+            tried=(AttemptRecord.begun(GRANT, 0.0),),
         )
     ),
     RunningLease: RunningLease(1, request(), GRANT.placed, 0.0, None, False, 0),
@@ -281,10 +285,7 @@ REQUIRED = {
     "RememberedPrefix": "pool backend hashes",
     "Request": "id pool model adapter band flow arrived_s deadline_s body_bytes prompt_tokens output_tokens",
     "RequestEnded": "request_id met",
-    "RequestExit": "input result",
-    "RequestInput": "request_id method path",
-    "RequestResult": "outcome status duration_s",
-    "RequestRouting": "",
+    "RequestExit": "request_id method path",
     "Resolve": "call name no_backend_wait_s body_bytes",
     "ResponseStored": "response_id backend tenant",
     "Resume": "waiting running",

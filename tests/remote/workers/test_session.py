@@ -129,7 +129,7 @@ async def test_a_worker_may_die_in_any_turn(after: int) -> None:
     await turns(ENOUGH)
     assert line.session.gone.is_set()
     assert len(line.events.exits) == line.session.cut
-    assert {ended.result.outcome for ended in line.events.exits} <= {Outcome.INTERNAL}
+    assert {ended.outcome for ended in line.events.exits} <= {Outcome.INTERNAL}
     assert (await leased(other.client())).backend == "a"
     await nothing_left(one, line, other)
 
@@ -142,7 +142,7 @@ async def test_requests_of_a_dead_worker_are_recorded_once(one: Dispatcher, line
     assert (line.session.server.open_requests, one.leases) == (3, 1)
     line.die()
     await turns(ENOUGH)
-    exits = [(ended.input.request_id, ended.result.outcome, ended.input.band) for ended in line.events.exits]
+    exits = [(ended.request_id, ended.outcome, ended.band) for ended in line.events.exits]
     assert exits == [(f"r{i}", Outcome.INTERNAL, "critical") for i in range(3)]
     assert line.session.cut == 3
 
