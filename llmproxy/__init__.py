@@ -1,3 +1,3 @@
-"""llmproxy: a load balancer for vLLM replicas that owns the queue, the bytes and the stream."""
+"""llmproxy: a load balancer for vLLM replicas with its own request queue."""
 
 __version__ = "0.1.0"

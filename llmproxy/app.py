@@ -1,4 +1,4 @@
-"""Creates and connects the objects of a configuration, and starts and stops them in order. It decides nothing."""
+"""Creates and connects the objects of a configuration, and starts and stops them in order. Contains no policy."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ OBJECTS_S = 2.0
 
 @dataclass(slots=True)
 class Proxy:
-    """A running proxy: its parts, and operations on all of them."""
+    """A running proxy. Its methods act on all parts of the proxy."""
 
     gateway: Gateway
     pools: Pools
@@ -151,20 +151,21 @@ class Proxy:
         self.handler.log_lines.flush()
 
     def begin_shutdown(self, *, replaced: bool = False) -> None:
-        """See `RequestHandler.begin_shutdown`."""
+        """Begins the shutdown of the request handler. `replaced`: whether a successor has taken over the sockets."""
         self.gateway.handler.begin_shutdown(replaced=replaced)
         self.front.begin_shutdown(replaced=replaced)
         if self.cluster is not None:
             self.cluster.begin_shutdown()
 
     async def drain(self) -> bool:
-        """Refuse new requests, and wait for the others to end. `drain_queued` decides about waiting requests.
+        """Refuses new requests, and waits for running requests to end. The setting `drain_queued` decides about waiting
+        requests.
 
-        If the service manager keeps the listening socket open, nothing is refused: new connections wait in the socket
-        for the next process, and connected clients are served to the end.
+        If the service manager keeps the listening socket open, no request is refused: new connections wait in the
+        socket for the next process, and connected clients are served to the end.
 
         Returns:
-            Whether all requests ended within `drain_timeout_s`. Requests that still wait then are refused.
+            Whether all requests ended within `drain_timeout_s`. Requests that still wait after that time are refused.
         """
         self.begin_shutdown()
         if self.front.socket_activated:
@@ -180,10 +181,10 @@ class Proxy:
         return self.open_requests == 0
 
     async def hand_over(self) -> None:
-        """Serve the open connections to their end, while a successor accepts new ones.
+        """Serves the open connections to their end, while a successor accepts new connections.
 
-        Each connection ends after one more response, after its idle timeout, or when its client closes it. Closing
-        idle connections at once could lose a request that a client is sending at that moment.
+        Each connection ends after one more response, after its idle timeout, or when its client closes it. Closing idle
+        connections at once could lose a request that a client is sending at that moment.
         """
         self.begin_shutdown(replaced=True)
         await self.front.close_sockets()
@@ -203,10 +204,10 @@ async def running(
     """Runs a proxy on the current loop until the block ends.
 
     Args:
-        reread: Reads `config` again for a reload; None: reloads are not possible.
+        reread: Reads the configuration files again for a reload; None if reloads are not possible.
         sockets: Inherited listening sockets.
-        drained: Names of backends that were drained in the predecessor.
-        state: The file in which measurements of backends survive a restart.
+        drained: Names of backends that were drained in the previous process.
+        state: The file that keeps learned batch limits and capacities over a restart.
 
     Raises:
         ListenError: A port cannot be opened.
@@ -271,10 +272,10 @@ async def _build(
     backend_log: BackendLog,
     endpoints: Endpoints,
 ) -> Proxy:
-    """Creates and connects all parts of a proxy that does not listen yet. They stop when the stack is left.
+    """Creates and connects all parts of a proxy that does not listen yet. The parts stop when `stack` is left.
 
-    Some parts need a part that is created later. For example, the metrics need the finished proxy. They get a lambda,
-    which looks up the later part when it is called.
+    Some parts need a part that is created later. For example, the metrics need the finished proxy. Such a part gets a
+    lambda, which looks up the later part when it is called.
     """
     now = asyncio.get_running_loop().time
     metrics = Metrics(lambda: _live_state(proxy, now()))
@@ -395,7 +396,8 @@ def _pools(config: Config, limits: SharedLimits | None) -> Pools:
 def _exit_readers(
     stack: AsyncExitStack, config: Config, metrics: Metrics, now: float, current: Callable[[], Config]
 ) -> Iterator[Callable[[RequestExit], None]]:
-    """Yields the configured readers of request records, besides the metrics. The readers close when the stack is left.
+    """Yields the configured readers of request exit records, except the metrics. The readers close when `stack` is
+    left.
 
     `current` returns the current configuration.
     """
@@ -428,8 +430,9 @@ def _aliases(config: Config) -> Aliases:
 
 
 def _clients(config: Config) -> ClientLimits:
-    """Returns the limits per client address. With workers, the workers apply the configured limits, and this process
-    the defaults."""
+    """Returns the limits per client address. With worker processes, the workers apply the configured limits, and this
+    process the default limits.
+    """
     return ClientLimits(clients_of_process(config) if config.workers == 1 else ClientsConfig())
 
 

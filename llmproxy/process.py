@@ -1,4 +1,4 @@
-"""The serving process, from signals and inherited sockets to the exit code. It never sees a request."""
+"""The serving process, from signals and inherited sockets to the exit code. No request passes through this module."""
 
 from __future__ import annotations
 

@@ -1,1 +1,3 @@
-"""The list of backends and their state: registry, discovery, polls, adapters. It never sees a request."""
+"""The list of backends and their state: registry, discovery, polls, adapters. No request passes through this
+package.
+"""

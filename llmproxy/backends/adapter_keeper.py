@@ -1,7 +1,7 @@
 """Loads or unloads an adapter on all backends, and repeats the change on a backend that lost it in a restart.
 
-A backend gets one order at a time. Its model list is read after each order, so that requests for the adapter work as
-soon as its loading was reported.
+A backend gets one load or unload request at a time. Its model list is read after each of them, so that requests for the
+adapter work as soon as the load is reported.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _log = structlog.get_logger()
 
 
 class Lister(Protocol):
-    """Reads the models of a backend at once, as `Poller` does."""
+    """Reads the model list of one backend on demand. `Poller` implements it."""
 
     async def list_now(self) -> None: ...
 
@@ -41,7 +41,8 @@ class AdapterKeeper(BackendObserver):
 
     Args:
         backends, listers: Map names of backends to their configurations and pollers. Both may change at any time.
-        on_order: Called after each order: (backend, kind of change, whether the backend carried it out).
+        on_order: Called after each load or unload request: (backend, kind of change, whether the backend carried it
+            out).
     """
 
     def __init__(
@@ -68,11 +69,13 @@ class AdapterKeeper(BackendObserver):
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def carry_out(self, plan: AdapterPlan) -> Report:
-        """Send the orders of a plan to all its backends at once. The orders continue if the caller is cancelled."""
+        """Sends the load or unload requests of a plan to all its backends at once. They continue if the caller is
+        cancelled.
+        """
         return await asyncio.shield(self._spawn(self._carry_out(plan)))
 
     def listed(self, backend: str, listing: Listing) -> None:
-        """Repeat the orders whose effect a backend has lost."""
+        """Repeats the adapter changes that are missing in a backend's new model list."""
         del listing
         if backend not in self._catching_up and self._adapters.due(backend, _now()):
             self._catching_up.add(backend)
@@ -118,7 +121,9 @@ class AdapterKeeper(BackendObserver):
             return await self._order(change, backend)
 
     async def _catch_up(self, backend: str) -> None:
-        """Send a backend the orders that are due, up to the first failure. The others follow after the next listing."""
+        """Sends a backend the adapter changes that are due, up to the first failure. The others follow after the next
+        model list.
+        """
         try:
             for change in self._adapters.due(backend, _now()):
                 async with self._turns[backend]:
@@ -169,7 +174,7 @@ class AdapterKeeper(BackendObserver):
 
 
 def _message(status: int, body: bytes) -> str:
-    """The message of an answer. vLLM sends plain text on success and JSON on errors."""
+    """Returns the message in a backend's answer. vLLM sends plain text on success and JSON on errors."""
     try:
         answer = orjson.loads(body)
     except orjson.JSONDecodeError:

@@ -1,7 +1,7 @@
 """Discovers backends while the proxy runs: in a watched file, by names in DNS, or in Kubernetes.
 
-Every source returns its whole set of backends at each look; the registry applies the differences. After a failed look
-the last set stays.
+Every source returns its whole set of backends at each query, and the registry applies the differences. After a failed
+query, the last set stays.
 """
 
 from __future__ import annotations
@@ -76,10 +76,11 @@ class FileSource:
 
 
 class DnsSource:
-    """All servers behind one name, each configured like `template`.
+    """All servers behind one DNS name, each configured like `template`.
 
-    A server is named by its address and port, so that its name does not depend on the order of answers. A server leaves
-    after `misses_before_removal` answers in a row without it, or `EMPTY_TIMES` times as many if the answers are empty.
+    A server is named by its address and port, so that its name does not depend on the order of DNS answers. A server is
+    removed after `misses_before_removal` answers in a row without it, or after `EMPTY_TIMES` times as many empty
+    answers.
     """
 
     def __init__(self, template: BackendConfig, interval_s: float, misses_before_removal: int, look_up: LookUp) -> None:
@@ -122,7 +123,7 @@ class DnsSource:
 
 
 async def addresses(resolver: Resolver, host: str, port: int) -> list[Address]:
-    """All servers in the A and AAAA records of `host`."""
+    """Returns the addresses in the A and AAAA records of `host`."""
     try:
         found = await resolver.look_up(host)
     except socket.gaierror as error:
@@ -135,8 +136,9 @@ async def addresses(resolver: Resolver, host: str, port: int) -> list[Address]:
 
 
 async def services(name: str, _: int) -> list[Address]:
-    """All servers in the SRV records of the best priority (RFC 2782). Weights are ignored: the scheduler decides how
-    many requests each server gets."""
+    """Returns the servers in the SRV records of the best priority (RFC 2782). Weights are ignored: the scheduler
+    decides how many requests each server gets.
+    """
     from dns import asyncresolver, exception, resolver
 
     try:
@@ -165,14 +167,14 @@ class _Running:
 
 
 class Discovery:
-    """Queries every source at its own interval, and updates the registry, from `reconfigure` until `close`.
+    """Queries every source of backends at its own interval, and updates the registry, from `reconfigure` until `close`.
 
     Args:
         registry: The registry to update.
         expects: Called with True while any source has not answered, so that requests for unlisted models wait.
-        on_look: Called after every look, with the source and whether it succeeded.
-        look_ups: The look-ups of A and AAAA records, and of SRV records.
-        take_entries: Gets the configuration entries that InferenceObjectives and InferenceModelRewrites define.
+        on_look: Called after every query, with the source and whether the query succeeded.
+        look_ups: The functions that look up A and AAAA records, and SRV records.
+        take_entries: Called with the configuration entries that InferenceObjectives and InferenceModelRewrites define.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The events of polls about backends: the dispatcher gets each event first, then all observers."""
+"""Passes the events of polls to the dispatcher first, then to all observers of backends."""
 
 from __future__ import annotations
 
@@ -20,24 +20,27 @@ class BackendObserver:
     """The base class of observers of backends. Each method does nothing unless it is overridden.
 
     The methods are synchronous and quick. They are called on the event loop, after the dispatcher has handled the same
-    event, in the order in which a poll sends its requests.
+    event. The events of one poll come in the order in which the poll sends its requests.
     """
 
     def listed(self, backend: str, listing: Listing) -> None:
         """The backend listed its models."""
 
     def observe(self, backend: str, reading: Reading) -> None:
-        """The backend's load was read. Called before `answered`; never called for a server that publishes no vLLM
-        metrics."""
+        """The backend's metrics were scraped. Called before `answered`, and only for servers that publish vLLM
+        metrics.
+        """
 
     def published(self, backend: str, limit: int) -> None:
         """The backend published how many sequences it runs at once."""
 
     def unread(self, backend: str, trouble: Trouble, detail: str) -> None:
-        """The backend's load could not be read, which says nothing of its health. `answered` or `troubled` follows."""
+        """The backend's metrics could not be read, which does not count as a failed poll. `answered` or `troubled`
+        follows.
+        """
 
     def answered(self, backend: str) -> None:
-        """A poll ended and the backend is healthy, with or without a reading."""
+        """A poll ended and the backend is healthy, whether or not its metrics were read."""
 
     def timed_out(self, backend: str) -> None:
         """A request of a poll had no answer within `poll.timeout_s`. `unread` or `troubled` follows."""
@@ -46,7 +49,7 @@ class BackendObserver:
         """A poll failed. `detail` is one line for people: the request and its result."""
 
     def removed(self, backend: str) -> None:
-        """The backend was removed: forget it."""
+        """The backend was removed, so observers forget its state."""
 
 
 class BackendEvents(BackendObserver):
@@ -118,7 +121,7 @@ class PollCounter(BackendObserver):
 
 
 class BackendLog(BackendObserver):
-    """Logs changes of backends, and notes when each backend that was configured at the start has been polled once."""
+    """Logs changes of backends, and records which of the backends configured at the start have been polled."""
 
     def __init__(self, pools: Pools) -> None:
         self._pools = pools

@@ -1,7 +1,7 @@
-"""Parses a backend's `/metrics` page into a `Reading`, in slices that do not block the event loop. Pure.
+"""Parses a backend's `/metrics` page into a `Reading`, in slices that do not block the event loop.
 
-The parser looks only at the lines that matter. A page of vLLM is some 70 kB of histograms, scraped up to five times a
-second from every backend, so a general parser would cost more than the proxying itself.
+The parser looks only at the lines that it needs. A page of vLLM is about 70 kB of histograms, scraped up to five times
+a second from every backend, so a general parser would cost more than the proxying itself.
 """
 
 from __future__ import annotations
@@ -53,11 +53,12 @@ _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 
 
 def parse_reading(text: bytes, taken_at_s: float) -> Generator[None, None, Reading | None]:
-    """Read the load of one backend from its metrics page; `taken_at_s` is when the scrape was sent.
+    """Parses the load of one backend from its metrics page. `taken_at_s` is the time when the scrape was sent.
 
-    Several engines behind one page are summed (requests, tokens) or averaged (KV use). Returns None for a page without
-    running and waiting requests: it is no vLLM page, and a reading of zeroes would mean an idle engine. Yields after at
-    most some milliseconds of work. Raises ValueError, with a reason for people, if labels exceed LABELS_BYTES_MAX.
+    Running and waiting requests and tokens of several engines behind one page are summed, and KV cache usage is
+    averaged. Returns None for a page without running and waiting requests: it is no vLLM page, and zeroes would mean an
+    idle engine. Yields after at most some milliseconds of work. Raises ValueError, with a reason for people, if labels
+    exceed LABELS_BYTES_MAX.
     """
     if RUNNING not in text:
         text = yield from _in_our_names(text)
@@ -91,16 +92,16 @@ def _in_our_names(text: bytes) -> Generator[None, None, bytes]:
 
 
 def is_filtered(text: bytes) -> bool:
-    """True if the page has only the requested series, because the server applied the filter.
+    """Returns whether the page has only the requested series, because the server applied the filter.
 
-    The beginning of the page shows it: an unfiltered page begins with metrics of the server's own process.
+    An unfiltered page begins with metrics of the server's own process.
     """
     end = len(text) if len(text) <= _JUDGED_BYTES else text.rfind(b"\n", 0, _JUDGED_BYTES) + 1
     return _FOREIGN_LINE.search(text, 0, end) is None
 
 
 def _samples(text: bytes, name: bytes) -> Iterator[tuple[bytes, bytes] | None]:
-    """Yield each line of the metric `name` as (labels, rest of the line), and None when it is time for a pause."""
+    """Yields each line of the metric `name` as (labels, rest of the line), and None when the caller should pause."""
     at, names = -1, 0
     while (at := text.find(name, at + 1)) >= 0:
         names += 1
@@ -120,8 +121,9 @@ def _samples(text: bytes, name: bytes) -> Iterator[tuple[bytes, bytes] | None]:
 
 
 def _number(rest: bytes) -> float | None:
-    """The number at the beginning of `rest` (a time stamp may follow). None for NaN, infinity, negative or absurd
-    values."""
+    """Returns the number at the beginning of `rest`, which a time stamp may follow. None for NaN, infinity, negative or
+    absurd values.
+    """
     try:
         value = float(rest[:_NUMBER_BYTES_MAX].split(None, 1)[0])
     except (ValueError, IndexError):

@@ -1,4 +1,4 @@
-"""Parses an answer of a backend's `/v1/models` into a `Listing`, in slices that do not block the event loop. Pure."""
+"""Parses an answer of a backend's `/v1/models` into a `Listing`, in slices that do not block the event loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SLICE_BYTES = 32 << 10
 
 
 class _List(msgspec.Struct):
-    """The answer with unparsed cards: to find the cards costs a tenth of parsing the cards."""
+    """The answer with its model cards not parsed yet: finding the cards costs a tenth of parsing them."""
 
     data: list[msgspec.Raw]
 

@@ -1,7 +1,7 @@
-"""Warms up new pairs of prefill and decode engines before a client's request needs them.
+"""Connects new pairs of prefill and decode engines before a client's request needs them.
 
-The first transfer of KV between two engines takes longer than any later one, because they connect and compare their
-layouts. So a new backend gets one short prompt with each partner.
+The first transfer of KV blocks between two engines takes longer than later transfers, because the engines connect and
+compare their memory layouts. So a new backend transfers one short prompt with each partner.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _log = structlog.get_logger()
 
 
 class PairWarmUp(BackendObserver):
-    """Warms up each pair once after a start of either backend, one pair at a time, until `close`.
+    """Connects each pair of backends once after a start of either, one pair at a time, until `close`.
 
     `backends` maps names to backends and may change at any time. `config` returns the current configuration. A failed
     pair is not tried again: the first split request shows the error.
@@ -66,7 +66,7 @@ class PairWarmUp(BackendObserver):
         self._listed.add(backend)
 
     def answered(self, backend: str) -> None:
-        """Warm up the pairs of a backend at its first `answered` after `listed`: only now it is up."""
+        """Warms up the pairs of a backend when it is up: at the first `answered` after its first model list."""
         if backend not in self._listed:
             return
         # Partners may still be down; their own first answer starts the warm-up then.
@@ -75,7 +75,7 @@ class PairWarmUp(BackendObserver):
             self._task = spawned(self._warm_up(), "warm up pairs")
 
     def troubled(self, backend: str, trouble: Trouble, detail: str) -> None:
-        """Forget the pairs of a backend that is down: the engine comes back as a new process without connections."""
+        """Forgets the pairs of a backend that is down, because its next process will have no connections."""
         del trouble, detail
         if self._pools.backends[backend].health.down:
             self.removed(backend)
@@ -91,7 +91,7 @@ class PairWarmUp(BackendObserver):
             await asyncio.gather(self._task, return_exceptions=True)
 
     def _new(self, config: Config) -> Iterator[Pair]:
-        """Pairs of one pool whose backends are up and that are not warmed up."""
+        """Yields the pairs of one pool whose backends are both up and are not connected yet."""
         scheduling = config.scheduling
         if not scheduling.warm_up_pairs or scheduling.disaggregation == "never" or not _connector(config).asks:
             return
@@ -125,7 +125,7 @@ class PairWarmUp(BackendObserver):
                 _log.warning("pair_not_warmed_up", **facts, why=why[:500])
 
     async def _meet(self, first: str, second: str) -> str | None:
-        """Prefill a prompt on one backend and decode it on the other. Returns None, or why that failed."""
+        """Prefills a prompt on backend `first` and decodes it on `second`. Returns None, or the reason of a failure."""
         connector = _connector(self._config())
         listing = self._pools.backends[first].listing
         name = next((card.name for card in listing.cards if card.parent is None), None) if listing else None

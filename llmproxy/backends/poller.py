@@ -1,9 +1,10 @@
-"""Polls the health, models and load of each backend, in one task per backend, apart from all requests.
+"""Polls the health, models and load of each backend, in one task per backend, independently of requests.
 
-A poll sends its requests in a fixed order (health, models, metrics; the first two only when they are due). It ends with
-exactly one event: `answered`, or `troubled` after the first failed request. Unreadable metrics are no failure: readings
-go stale by themselves, and a further request to `/health` shows whether the backend is healthy. The load of a busy
-backend is read several times a second. The load of an idle backend does not change: it is read with its health.
+A poll sends its requests in a fixed order: health, models, metrics; health and models only when they are due. It ends
+with exactly one event: `answered`, or `troubled` after the first failed request. Unreadable metrics are no failure,
+because old metrics expire by themselves; a further request to `/health` then shows whether the backend is healthy. The
+metrics of a busy backend are scraped several times a second. The load of an idle backend does not change, so its
+metrics are scraped together with its health.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ _log = structlog.get_logger()
 
 
 class _MetricsSource(Enum):
-    """The sources of readings, best first. The value is the path, None for a backend without metrics."""
+    """The metrics pages that a poll may read, best first. The value is the path, None for a backend without metrics."""
 
     FILTERED = FILTERED_PATH
     PAGE = "/metrics"
@@ -80,15 +81,15 @@ class _PollFailed(Exception):  # noqa: N818 - an answer of the backend, not an e
 
 
 class _PollTimedOut(_PollFailed):
-    """No answer came in time."""
+    """No answer came within `poll.timeout_s`."""
 
 
 class Poller:
     """Polls one backend while `run` runs.
 
     `url` is the backend's base URL without a trailing slash, `api_key` its bearer key or None. `has_work` returns
-    whether requests are in flight there. `clock` gives the time stamps of readings in seconds: the scheduler's clock,
-    by default the event loop's.
+    whether requests are in flight there. `clock` gives the times of scrapes in seconds: the scheduler's clock, by
+    default the clock of the event loop.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class Poller:
         self._reset()
 
     async def run(self) -> None:
-        """Poll until cancelled. Neither an answer nor a bug of this program ends the polls."""
+        """Polls until cancelled. Neither an answer nor a bug of this program ends the polls."""
         asking = supervised(self._ask_limit, f"limit of {self._backend}")
         try:
             while True:
@@ -135,7 +136,7 @@ class Poller:
             asking.cancel()
 
     async def list_now(self) -> None:
-        """Report the backend's models at once, after a change of adapters. Polls continue meanwhile.
+        """Reads and reports the backend's models at once, after a change of adapters. Polls continue meanwhile.
 
         A failure is not reported here: the next poll reports it.
         """
@@ -143,7 +144,9 @@ class Poller:
             await self._ask_models()
 
     async def _ask_limit(self) -> None:
-        """Request the batch limit each time the backend comes up, apart from polls: the answer may take seconds."""
+        """Requests the engine's batch limit each time the backend comes up. This runs beside the polls, because the
+        answer may take seconds.
+        """
         while True:
             await self._came_up.wait()
             self._came_up.clear()
@@ -190,7 +193,7 @@ class Poller:
                 return
 
     def _reset(self) -> None:
-        """Forget the state of a failed backend: another server may come up in its place."""
+        """Forgets the state of a failed backend, because another server may come up at its address."""
         self._metrics_source: _MetricsSource | None = None
         self._idle = self._well = False
         self._health_due_s = self._models_due_s = self._metrics_due_s = self._probe_due_s = -inf
@@ -200,7 +203,9 @@ class Poller:
         return interval_s * self._rng.uniform(0.8, 1.0)
 
     async def _ask_what_is_due(self) -> None:
-        """Send the requests that are due. Intervals begin with the answer, so that a slow server gets a pause."""
+        """Sends the requests that are due. The next interval begins with the answer, so that a slow server gets a
+        pause.
+        """
         if self._clock() >= self._health_due_s:
             await self._ask_health()
             self._health_due_s = self._clock() + self._jittered(HEALTH_INTERVAL_S)
@@ -266,8 +271,9 @@ class Poller:
             self._events.listed(self._backend, listing)
 
     async def _ask_metrics(self) -> tuple[Reading | None, float]:
-        """Return the reading of the best source that has one, and the seconds until the next reading. Starts with the
-        source of the last reading."""
+        """Scrapes the metrics. Returns the values of the best source that has any, and the seconds until the next
+        scrape. Begins with the source of the last scrape.
+        """
         sources = list(_MetricsSource)
         if self._metrics_source is not None and self._clock() < self._probe_due_s:
             sources = sources[sources.index(self._metrics_source) :]
@@ -295,7 +301,9 @@ class Poller:
     # --- one question --------------------------------------------------------------------------------------------
 
     async def _get(self, path: str) -> tuple[int, bytes]:
-        """Status and body of one answer, redirects not followed. Raises _PollFailed without a readable answer."""
+        """Returns status and body of one answer. Redirects are not followed. Raises _PollFailed without a readable
+        answer.
+        """
         what = f"GET {self._url}{path.partition('?')[0]}"
         timeout_s = self._times.timeout_s
         answers = False
@@ -340,9 +348,9 @@ async def _in_slices(slices: Generator[None, None, T]) -> T:
 
 
 def _decompressed(body: bytes, headers: list[tuple[str, str]]) -> bytes:
-    """The body without gzip or deflate, which a server may apply unasked. Unpacks at most BODY_BYTES_MAX + 1.
+    """Returns the body after undoing gzip or deflate, which a server may apply although the proxy did not ask for it.
 
-    Raises zlib.error.
+    Unpacks at most BODY_BYTES_MAX + 1 bytes. Raises zlib.error.
     """
     coding = next((value for name, value in headers if name.lower() == "content-encoding"), "")
     if coding.strip().lower() not in ("gzip", "deflate"):

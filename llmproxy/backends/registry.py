@@ -1,8 +1,8 @@
-"""The registry of backends: backends join, change, drain and leave only here.
+"""The registry of backends. Only the registry adds, changes, drains and removes backends.
 
-Each source (the configuration, a watched file, DNS, Kubernetes) wants a set of backends; the registry holds the union.
-A new backend joins. A backend that no source wants any more leaves: it gets no new requests, its requests in flight end
-(within `timeouts.total_s`), and then it is removed.
+Each source (the configuration, a watched file, DNS, Kubernetes) lists a set of backends, and the registry has the union
+of these sets. When no source lists a backend any more, it gets no new requests, its requests in flight end (within
+`timeouts.total_s`), and then it is removed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class _Member:
 class BackendRegistry:
     """The backends, each with a poller that runs until the backend is removed or `close` is called.
 
-    `endpoints` is kept up to date for the clients that send requests. `events` gets all events of polls and removals.
+    `endpoints` gets the addresses of all backends, for the clients that send requests. `events` gets all events of
+    polls and removals.
     """
 
     def __init__(
@@ -91,8 +92,9 @@ class BackendRegistry:
 
     @property
     def backends(self) -> Mapping[str, BackendConfig]:
-        """Maps the names of all backends, also of leaving ones, to their configurations. The map is live. If a leaving
-        backend is wanted again, it moves to the end."""
+        """Maps the names of all backends, also of those being removed, to their configurations. The map is live. If a
+        source lists a backend again while it is being removed, the backend moves to the end.
+        """
         return MappingProxyType(self._backends)
 
     @property
@@ -103,9 +105,9 @@ class BackendRegistry:
     # --- what sources and operators want --------------------------------------------------------------------------
 
     def update(self, source: str, backends: Sequence[BackendConfig]) -> None:
-        """Set the backends that `source` wants. Of two with the same name or URL, the first one counts.
+        """Sets the backends that `source` lists. Of two backends with the same name or URL, the first counts.
 
-        Raises ConfigError if a CA file cannot be read, and then nothing has changed.
+        Raises ConfigError if a CA file cannot be read, and then changes nothing.
         """
         if self._wanted.get(source) == tuple(backends):
             # Most answers of DNS repeat the last one, and reading the CA files takes 34 ms for each backend.
@@ -115,7 +117,7 @@ class BackendRegistry:
         self._reconcile()
 
     def remove_source(self, source: str) -> None:
-        """Remove a source. Its backends leave, unless another source wants them."""
+        """Removes a source. Its backends are removed too, unless another source lists them."""
         if self._wanted.pop(source, None) is not None:
             self._reconcile()
 
@@ -128,11 +130,15 @@ class BackendRegistry:
             self._poll_anew(member)
 
     def drain(self, name: str) -> None:
-        """Send no new requests to a backend until `undrain`, whatever its source says. Raises KeyError."""
+        """Sends no new requests to a backend until `undrain`, whatever its source says. Raises KeyError for an unknown
+        name.
+        """
         self._set_drained(self._members[name], drained=True)
 
     def undrain(self, name: str) -> None:
-        """End the drain of a backend. A backend that leaves still gets no requests. Raises KeyError."""
+        """Ends the drain of a backend. A backend that is being removed still gets no requests. Raises KeyError for an
+        unknown name.
+        """
         self._set_drained(self._members[name], drained=False)
 
     def drain_on_join(self, names: Iterable[str]) -> None:
@@ -140,14 +146,18 @@ class BackendRegistry:
         self._drained_before.update(names)
 
     def restore_limits(self, known: Mapping[str, KnownLimit]) -> None:
-        """Set batch limits that another process learned (by URL of the backend), also for backends that join later."""
+        """Sets batch limits that another process learned, also for backends that are added later. `known` maps URLs of
+        backends to limits.
+        """
         self._restored = known
         for name, backend in self._backends.items():
             if backend.url in known:
                 self._pools.backends[name].restore(known[backend.url])
 
     def known_limits(self, among: Callable[[str], bool] = lambda _: True) -> dict[str, KnownLimit]:
-        """Maps the URLs of backends whose name passes `among` to their learned batch limits."""
+        """Maps the URLs of backends to their learned batch limits. Only backends whose name passes `among` are
+        included.
+        """
         known = self._pools.known_limits().items()
         return {self._backends[name].url: limit for name, limit in known if name in self._backends and among(name)}
 

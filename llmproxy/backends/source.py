@@ -1,4 +1,4 @@
-"""The interface of a source of backends. Each look returns the whole set."""
+"""The interface of a source of backends. Each query returns the whole set."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RefusedLog:
         self._logged: Mapping[str, str] = {}
 
     def log(self, source: str, refused: Mapping[str, str]) -> None:
-        """`refused` maps the name of every rejected object to the reason."""
+        """Logs new reasons. `refused` maps the name of every rejected object to the reason."""
         for name, why in refused.items():
             if self._logged.get(name) != why:
                 _log.warning("object_refused", object=name, source=source, why=why)
@@ -41,7 +41,7 @@ class RefusedLog:
 
 
 def place_of(host: str, port: int) -> str:
-    """HOST:PORT as in a URL. Raises ValueError for an invalid host or port."""
+    """Returns HOST:PORT as in a URL. Raises ValueError for an invalid host or port."""
     if not 0 < port < 1 << 16:
         raise ValueError(f"{port} is no port")
     if _HOST_NAME.fullmatch(host):
@@ -57,10 +57,12 @@ class BackendSource(Protocol):
 
     @property
     def interval_s(self) -> float:
-        """Time between two looks."""
+        """The time between two queries of the source."""
 
     async def look(self) -> Sequence[BackendConfig] | None:
-        """All backends of the source, None if nothing has changed since the last look. Raises SourceFailedError."""
+        """Returns all backends of the source; None if nothing has changed since the last query. Raises
+        SourceFailedError.
+        """
 
     async def close(self) -> None:
-        """Stop the work between looks."""
+        """Stops background work of the source."""

@@ -1,4 +1,4 @@
-"""Measures how long new replicas take to start: from the first failed poll to the first list of models."""
+"""Measures how long new replicas take to start: from the first failed poll to the first model list."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ LEAST_S = 2.0
 
 
 class StartTimes(BackendObserver):
-    """Reports each start of a backend to the scaling of its pool, and to `on_start` (pool, seconds).
+    """Reports the start time of each new backend to the scaling of its pool, and to `on_start` (pool, seconds).
 
-    A backend that answers its first poll ran before: its start is unknown.
+    A backend that answers its first poll was already running, so its start time is unknown.
     """
 
     def __init__(self, pools: Pools, clock: Callable[[], float], on_start: Callable[[str, float], None]) -> None:

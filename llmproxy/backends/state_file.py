@@ -43,7 +43,7 @@ _Seen = TypeVar("_Seen", bound="_Entry | _Pool")
 
 
 class _Entry(msgspec.Struct):
-    """The stored values of a backend. `seen_s` is a Unix time."""
+    """The stored values of a backend. `seen_s` is the Unix time when the backend was last seen."""
 
     limit: int
     settled: bool
@@ -53,7 +53,7 @@ class _Entry(msgspec.Struct):
 
 
 class _Pool(msgspec.Struct):
-    """The stored capacity of a pool; see `KnownCapacity`."""
+    """The stored capacity of a pool, learned for autoscaling."""
 
     sums: tuple[float, ...]
     sizes: tuple[tuple[int, int, float, float], ...]
@@ -79,11 +79,11 @@ class _Unusable(Exception):  # noqa: N818 - it is found in a file, and logged
 
 
 def place(setting: str, environ: Mapping[str, str], host: str, port: int) -> Path | None:
-    """The path of the file for the setting `state_file`, None for no file.
+    """Returns the path of the state file for the setting `state_file`; None if no file is used.
 
-    By default it is in systemd's StateDirectory, else in the XDG base directories, and is named after the address where
-    the proxy listens, so that proxies do not mix their numbers. There is no file for a port that the system chooses,
-    because the port changes with each start.
+    By default, the file is in systemd's StateDirectory, else in the XDG base directories. It is named after the address
+    where the proxy listens, so that two proxies do not use one file. No file is used for a port that the system
+    chooses, because such a port changes with each start.
     """
     if setting == NONE:
         return None
@@ -108,11 +108,11 @@ def log_old_file(path: Path | None) -> None:
 
 
 class StateFile:
-    """A `State` on disk.
+    """Reads and writes a `State` on disk.
 
-    Each write replaces the whole file. Several proxies may share it: entries of backends and pools that this proxy does
-    not know stay. A file of another format is logged once, and neither read nor written. No method raises: a proxy
-    without its file learns everything again.
+    Each write replaces the whole file. Several proxies may share a file: the entries of backends and pools that this
+    proxy does not know stay. A file of another format is logged once, and neither read nor written. No method raises: a
+    proxy without its file learns everything again.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:  # noqa: TID251 - for other processes
@@ -140,7 +140,7 @@ class StateFile:
         )
 
     def write(self, known: State, *, last: bool = False) -> None:
-        """Write `known`, unless it has not changed. `last` says that no later write follows."""
+        """Writes `known`, unless it has not changed. `last`: this is the last write of the process."""
         now = self._clock()
         if not self._is_due(known, now, last):
             return
@@ -172,7 +172,7 @@ class StateFile:
         return known.capacities != self._written.capacities and (last or now >= self._written_s + POOLS_EVERY_S)
 
     async def follow(self, known: Callable[[], State]) -> None:
-        """Write the result of `known` whenever it changes, until cancelled, and once more at the end."""
+        """Writes the result of `known` whenever it changes, until cancelled, and once more at the end."""
         try:
             while True:
                 await asyncio.sleep(LOOK_S)
@@ -244,5 +244,5 @@ class StateFile:
 
 
 def _last_seen(entries: Mapping[str, _Seen], most: int) -> dict[str, _Seen]:
-    """The `most` entries that were seen last, sorted by name."""
+    """Returns the `most` entries with the newest `seen_s`, sorted by name."""
     return dict(sorted(sorted(entries.items(), key=lambda item: item[1].seen_s)[-most:]))

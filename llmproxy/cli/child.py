@@ -1,6 +1,6 @@
 """`python -m llmproxy.cli.child ARGS` is `llmproxy ARGS`, but also ends when its standard input ends.
 
-A parent that holds the other end of that pipe cannot leave this process behind, however the parent ends.
+The parent has the other end of that pipe, so this process ends with its parent, however the parent ends.
 """
 
 from __future__ import annotations

@@ -79,7 +79,9 @@ def _root(
 
 
 class _Serve(PanelHelp):
-    """Reports all unknown flags with their replacements, before the parser stops at the first."""
+    """Collects all unknown flags of `serve`, and reports each with its replacement. Typer alone would report only the
+    first.
+    """
 
     common_panels = ("Arguments", *COMMON, "Options")
 
@@ -187,7 +189,7 @@ def _summary(file: Path, config: Config) -> str:
 
 
 def _objectives(config: Config) -> Iterator[str]:
-    """The latency objectives in force. An alias inherits missing objectives from its target."""
+    """Yields the latency objectives in force. An alias inherits missing objectives from its target."""
     models = {model.name: model for model in config.models}
     for model in config.models:
         yield from _objective(model.name, model, models.get(model.target or "", model))
@@ -366,7 +368,7 @@ def whatif(
 
 
 def _ask(question: Callable[[], Coroutine[Any, Any, None]], command: str) -> None:
-    """Run a command that asks a running proxy."""
+    """Runs a command that sends requests to a running proxy."""
     from llmproxy.tools.top import AskError
 
     try:

@@ -1,4 +1,6 @@
-"""`python -m llmproxy.cli.demo_child KEYS ARGS` is `llmproxy.cli.child ARGS`, with buttons for scenes on its page."""
+"""`python -m llmproxy.cli.demo_child KEYS ARGS` runs `llmproxy ARGS` for the demo, with a button on its page for each
+of KEYS.
+"""
 
 from __future__ import annotations
 

@@ -96,7 +96,9 @@ BACKENDS = next(flag for flag in FLAGS if flag.keys == ("backends",))
 
 
 def _overrides(given: Iterable[tuple[Flag, str, Sequence[str]]]) -> list[Override]:
-    """Returns the overrides that flags or variables set. `given`: (flag, origin, texts). Raises ConfigError."""
+    """Returns the configuration overrides of flags or variables. `given` has (flag, origin, values) entries. Raises
+    ConfigError.
+    """
     found: dict[str, Override] = {}
     for flag, origin, texts in given:
         for key in flag.keys:
@@ -121,7 +123,7 @@ def _overrides(given: Iterable[tuple[Flag, str, Sequence[str]]]) -> list[Overrid
 
 
 def from_environment(environment: Mapping[str, str]) -> list[Override]:
-    """The overrides of variables. Raises ConfigError with all unknown variables.
+    """Returns the configuration overrides of environment variables. Raises ConfigError with all unknown variables.
 
     Empty variables are ignored, except the variables of API keys: an empty secret must not accept every client.
     """
@@ -145,7 +147,9 @@ def _of_variable(name: str, known: Sequence[str]) -> str:
 
 
 def from_flags(flags: Mapping[str, Sequence[str] | str | None], urls: Sequence[str]) -> list[Override]:
-    """The overrides of `flags` (by parameter name) and of plain arguments, `urls`. Raises ConfigError."""
+    """Returns the configuration overrides of `flags` (parameter name -> values) and of plain arguments, `urls`. Raises
+    ConfigError.
+    """
     given = [(flag, flag.name, flags.get(flag.parameter)) for flag in FLAGS]
     texts = [(flag, name, [value] if isinstance(value, str) else value or []) for flag, name, value in given]
     return _overrides(one for one in [*texts, (BACKENDS, "URL", urls)] if one[2])
@@ -159,14 +163,16 @@ def unknown_flags(arguments: Sequence[str], known: Collection[str]) -> list[str]
 
 
 def _with_section(flag: str) -> str | None:
-    """Advice for a flag that lacks its section; None if no section has a key of this name."""
+    """Returns advice for a flag that lacks the section of its key; None if no section has a key of this name."""
     if found := [shown for key, shown in SHOWN.items() if flag_of(key.rpartition(".")[2]) == flag]:
         return f"is not a known flag; write {' or '.join(found)} (--help-all shows all flags)"
     return None
 
 
 def _only_in_files() -> dict[str, str]:
-    """Maps flags to advice: a flag spells the name, or its last part, of a key that only a file can set."""
+    """Maps flags that a user might try to advice. The keys are the names, and the last parts of names, of keys that
+    only a file can set.
+    """
     found: dict[str, list[str]] = {}
     for key in keys_of_files():
         for name in dict.fromkeys((flag_of(key.replace("[]", "")), flag_of(key.rpartition(".")[2]))):

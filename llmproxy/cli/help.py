@@ -21,7 +21,7 @@ HELP_ALL = "help_all"
 
 
 class PanelHelp(TyperCommand):
-    """A command whose help groups options in panels, by their `rich_help_panel`.
+    """A command whose help shows options in panels. `rich_help_panel` of an option is its panel.
 
     Typer's own panels cut long option names at 80 columns.
     """

@@ -183,7 +183,7 @@ def flag_options() -> Options:
 
 
 def with_default(field: FieldInfo) -> str:
-    """The meaning and the default of a key."""
+    """Returns the description and the default of a key."""
     return meaning(field) + (f" [{as_text(field.default)}]" if isinstance(field.default, int | float | str) else "")
 
 

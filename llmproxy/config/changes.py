@@ -1,4 +1,4 @@
-"""The configuration in force, its differences to another, and the keys whose change needs a restart."""
+"""The configuration in force, the differences between two configurations, and the keys whose change needs a restart."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ HIDDEN = "***"
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A changed key with both values as text. A missing value is None, and so are both values of a secret."""
+    """A changed key with its old and new value as text. A missing value is None, and so are both values of a secret."""
 
     key: str
     old: str | None
@@ -73,7 +73,7 @@ def changes_between(old: Config, new: Config) -> list[Change]:
 
 
 def with_reloadable(old: Config, new: Config) -> Config:
-    """`new`, but with the old value of each key that needs a restart."""
+    """Returns `new`, but with the old value of each key that needs a restart."""
     top = {key: getattr(old, key) for key in NEEDS_RESTART if "." not in key}
     for section in {key.partition(".")[0] for key in NEEDS_RESTART if "." in key}:
         was, now = getattr(old, section), getattr(new, section)
@@ -85,12 +85,12 @@ def with_reloadable(old: Config, new: Config) -> Config:
 
 
 def read_at_start(key: str) -> bool:
-    """Whether the key of a change is read only when the proxy starts."""
+    """Whether a key is read only when the proxy starts."""
     return key in NEEDS_RESTART or key.partition(".")[0] in NEEDS_RESTART
 
 
 def _plain(value: Any) -> Any:
-    """Sections, and lists of named sections, as mappings; any other value unchanged."""
+    """Converts a section, or a list of named sections, to a mapping. Returns any other value unchanged."""
     if isinstance(value, Section):
         return {name: _plain(getattr(value, name)) for name in type(value).model_fields}
     if isinstance(value, tuple) and value and all(isinstance(one, Section) and hasattr(one, "name") for one in value):
@@ -156,12 +156,14 @@ class SettingInForce:
 
 
 def in_force(config: Config) -> list[SettingInForce]:
-    """Every key in the order of the schema; entries of lists have their names, as in `backends[gpu-0].url`."""
+    """Returns every key with its value, in the order of the schema. Keys in list entries contain the name of the entry,
+    as in `backends[gpu-0].url`.
+    """
     return [setting for _, setting in _settings(config, "", (), config.origins)]
 
 
 def origins_in_force(old: Config, new: Config) -> dict[Place, str]:
-    """The origins of `new`, except for values of `old` that stay in force until a restart: these keep their origins."""
+    """Returns the origins of `new`. Values of `old` that stay in force until a restart keep their origins."""
     was = dict(_settings(old, "", (), old.origins))
     now = _settings(new, "", (), new.origins)
     kept = {place: was[place].origin for place, one in now if one.restart and was.get(place, one).value != one.value}
@@ -171,7 +173,9 @@ def origins_in_force(old: Config, new: Config) -> dict[Place, str]:
 def _settings(
     value: Any, key: str, place: Place, origins: Mapping[Place, str], given: bool = True
 ) -> Iterator[tuple[Place, SettingInForce]]:
-    """Settings below `value`. `given` is False for a default, which does not inherit the origin of its section."""
+    """Yields the settings below `value`. `given` is False for a default, which does not inherit the origin of its
+    section.
+    """
     if isinstance(value, Section):
         for name in type(value).model_fields:
             part = f"{key}.{name}".lstrip(".")

@@ -1,4 +1,4 @@
-"""Helpers of validation: consistency of several values, and bands from their names."""
+"""Helpers of validation: consistency of several values, and priority bands given by name."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ def report(problems: Iterable[Problem]) -> None:
 
 
 def repeated(texts: Sequence[str], key: str) -> list[Problem]:
-    """Problems for texts that an earlier entry has too, at the `key` of the later entry."""
+    """Returns a problem for each text that repeats an earlier one, at the `key` of the later entry."""
     return [((i, key), f"{text!r} is given twice") for i, text in enumerate(texts) if text in texts[:i]]
 
 
 def band_of(criticality: str | int, bands: Mapping[str, int]) -> int:
-    """The band of a name or an integer. `bands` adds configured names. Raises ValueError for an unknown name."""
+    """Returns the band for a name or an integer. `bands` maps configured names to bands. Raises ValueError for an
+    unknown name.
+    """
     if isinstance(criticality, int):
         return criticality
     known = {**BAND_NAMES, **bands}
@@ -45,7 +47,7 @@ def band_of(criticality: str | int, bands: Mapping[str, int]) -> int:
 
 
 def unknown_bands(entries: Iterable[object], key: str, bands: Mapping[str, int]) -> list[Problem]:
-    """Problems for entries whose value of `key` is no band."""
+    """Returns a problem for each entry whose value of `key` is no band."""
     problems: list[Problem] = []
     for i, entry in enumerate(entries):
         try:
@@ -56,7 +58,9 @@ def unknown_bands(entries: Iterable[object], key: str, bands: Mapping[str, int])
 
 
 def bands_in(section: Mapping[str, float], key: str, bands: Mapping[str, int]) -> tuple[dict[int, str], list[Problem]]:
-    """The bands in the keys of `section` with the name used for each, and the problems of these names."""
+    """Returns the bands that are keys of `section`, each with the name used there, and the problems of unknown
+    names.
+    """
     problems: list[Problem] = []
     given: dict[int, str] = {}
     for name in section:
@@ -73,7 +77,9 @@ def bands_in(section: Mapping[str, float], key: str, bands: Mapping[str, int]) -
 
 
 def rising_ceilings(values: Mapping[int, float], given: Mapping[int, str]) -> list[Problem]:
-    """Problems for ceilings of lower bands above ceilings of higher bands. `given` has their names."""
+    """Returns a problem for each band whose ceiling is above the ceiling of a higher band. `given` maps bands to names
+    for messages.
+    """
     problems: list[Problem] = []
     for upper, lower in pairwise(sorted(values, reverse=True)):
         if values[lower] > values[upper]:

@@ -184,7 +184,7 @@ class Config(Section):
     @field_validator("plugins")
     @classmethod
     def _imported(cls, plugins: tuple[str, ...]) -> tuple[str, ...]:
-        """Import the plugins now: `scheduling`, validated later, may name policies that they register."""
+        """Imports the plugins before other sections are validated, because these may name policies of a plugin."""
         problems: list[Problem] = []
         for i, module in enumerate(plugins):
             try:
@@ -326,7 +326,9 @@ class Config(Section):
         return self
 
     def _sound_locks(self) -> None:
-        """Raises ValueError for a missing or useless store of rates, and for locks of aliases."""
+        """Raises ValueError if the store of shared rates is missing or useless, or if a pool with its own lock is an
+        alias.
+        """
         shared, apart = self.shared_limits.store is not None, self.cluster.pools
         if shared and not apart:
             reason = "is of no use beside cluster.listen: limits already hold for all members together; leave it out"
@@ -349,7 +351,7 @@ class Config(Section):
             report([(("cluster", "pools"), reason)])
 
     def __setstate__(self, state: dict[Any, Any]) -> None:
-        """Import the plugins: a process that unpickles this configuration needs their policies."""
+        """Restores an unpickled configuration, after importing the plugins whose policies it names."""
         super().__setstate__(state)
         for module in self.plugins:
             import_module(module)
@@ -360,7 +362,7 @@ class Config(Section):
 
     @property
     def old_names(self) -> tuple[str, ...]:
-        """Warnings for keys given under an old name, with the place and the new name."""
+        """Warnings for keys that the file gives under an old name, with the place and the new name."""
         return self._old_names
 
     def with_old_names(self, warnings: Sequence[str]) -> Config:
@@ -370,7 +372,9 @@ class Config(Section):
 
     @property
     def origins(self) -> Mapping[Place, str]:
-        """The origin of each given value, by its place: a file with a line, a flag or a variable."""
+        """The origin of each given value, by its place in the configuration: a file with a line, a flag or a
+        variable.
+        """
         return self._origins
 
     def with_origins(self, origins: Mapping[Place, str]) -> Config:
@@ -396,7 +400,9 @@ class Config(Section):
         return {self.band(name): value for name, value in section.items()}
 
     def key_names(self) -> Iterator[tuple[str, str]]:
-        """Tenant and name of each API key, as in records of requests. Keys of `api_keys` have an empty tenant."""
+        """Yields tenant and name of each API key, as in records of requests. Keys of `api_keys` have an empty
+        tenant.
+        """
         yield from (("", f"api_keys[{i}]") for i in range(len(self.api_keys)))
         yield from ((tenant.name, name) for tenant in self.tenants for name in tenant.key_names())
 

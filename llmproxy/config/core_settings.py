@@ -1,4 +1,4 @@
-"""The settings of the scheduling core, from a configuration."""
+"""Derives the settings of the scheduling core from a configuration."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def _disaggregation(scheduling: SchedulingConfig) -> Disaggregation:
 
 
 def _same_names(settings: type, section: Section, but: Sequence[str] = ()) -> dict[str, Any]:
-    """The values of a section whose names are also fields of `settings`."""
+    """Returns the values of a section whose names are also fields of the class `settings`, without the names in
+    `but`.
+    """
     names = {field.name for field in fields(settings)} & type(section).model_fields.keys()
     return {name: getattr(section, name) for name in names - set(but)}
 

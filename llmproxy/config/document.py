@@ -36,7 +36,7 @@ policies until 0.1.0 is released. Both names at once are an error."""
 
 
 def advice(key: str, instead: str) -> str:
-    """The warning for an old name of `key`; `instead` is the new key, flag or variable."""
+    """Returns the warning for an old name of `key`. `instead` is the new key, flag or variable."""
     return f"is the old name of {key} and works until 0.1.0; write {instead}"
 
 
@@ -63,7 +63,7 @@ class ConfigError(Exception):
 
 
 def dotted(place: Place) -> str:
-    """A place as the start of a message: `models[0].name: `."""
+    """Returns a place in the configuration as the start of a message: `models[0].name: `."""
     # A key may contain control characters of terminals.
     shown = (part if isinstance(part, int) or part.isprintable() else ascii(part)[1:-1] for part in place)
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in shown if part != "[key]")
@@ -94,7 +94,7 @@ for _tag, _pattern, _first in (
 
 
 class Document:
-    """The content of a file as `values`; `problems` (line, text) are keys that are given twice.
+    """The content of a YAML file as `values`. `problems` has (line, text) for each key that is given twice.
 
     Without a path, the document is empty. Raises ConfigError if the file cannot be read or is no YAML.
     """
@@ -124,12 +124,12 @@ class Document:
             raise ConfigError([f"{path}: is nested too deeply"]) from None
 
     def at(self, line: int) -> str:
-        """A line of the file as messages name it; line 0 is the whole file."""
+        """Returns the text that names a line of the file in messages. Line 0 is the whole file."""
         name = str(self._path or "configuration")
         return f"{name}:{line}" if line else name
 
     def line(self, place: Place) -> int:
-        """The line, from 1, of the longest part of `place` that the file has; 0 without a file."""
+        """Returns the line, from 1, of the longest part of `place` that the file contains; 0 without a file."""
         if self._root is None:
             return 0
         node, line = self._root, self._root.start_mark.line
@@ -141,7 +141,7 @@ class Document:
         return line + 1
 
     def origins(self) -> dict[Place, str]:
-        """The line of each value of the file, by its place."""
+        """Maps the place of each value of the file to its line."""
         found: dict[Place, str] = {}
         pending: list[tuple[Place, yaml.Node | None]] = [((), self._root)]
         seen: set[int] = set()
@@ -157,7 +157,7 @@ class Document:
         return found | {tuple(key.split(".")): self.at(line) for key, (line, _) in self._old.items()}
 
     def as_written(self, place: Place) -> Place:
-        """`place` with the old name of its key, if the file uses the old name."""
+        """Returns `place`, with the old name of its key if the file uses the old name."""
         return next((old for key, (_, old) in self._old.items() if place == tuple(key.split("."))), place)
 
     def old_names(self) -> list[tuple[int, str]]:

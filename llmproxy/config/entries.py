@@ -14,7 +14,7 @@ EntryProblem = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """Entries with their origins. Names are distinct."""
+    """Objectives and aliases with their origins. Names are distinct."""
 
     objectives: tuple[tuple[str, ObjectiveConfig], ...] = ()
     models: tuple[tuple[str, ModelConfig], ...] = ()
@@ -23,9 +23,10 @@ class Entries:
 
 
 def with_entries(config: Config, entries: Entries) -> tuple[Config, frozenset[EntryProblem]]:
-    """Returns the configuration with these entries added to its own, and the entries that are left out.
+    """Adds entries to a configuration. Returns the result, and the entries that are left out.
 
-    On a conflict, the entry of the configuration counts. A band without a name gets the name of its first objective.
+    If the configuration has an entry with the same name, that entry counts. A band without a name gets the name of its
+    first objective.
     """
     problems, origins = set(entries.problems), dict(config.origins)
     objectives, models, bands = list(config.objectives), list(config.models), dict(config.bands)

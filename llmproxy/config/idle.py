@@ -1,6 +1,6 @@
-"""Settings that are valid but have no effect because of other settings. `llmproxy check` warns of them.
+"""Finds settings that are valid but have no effect because of other settings. `llmproxy check` warns of them.
 
-The rules of a key are metadata of its field.
+The rules for a key are metadata of its field.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NO_OBJECTIVE = "no model, tenant or objective has ttft_s or tpot_s; only trusted
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Metadata of a field: a rule for values other than the default."""
+    """Metadata of a field: a rule that decides whether a value other than the default has an effect."""
 
     # Gets the whole configuration and the section of the field. Returns why the value has no effect, or not the effect
     # that it seems to have; None if it has its effect.
@@ -35,7 +35,7 @@ class Rule:
 
 
 def find_idle(config: Config) -> list[Problem]:
-    """The place of every setting without effect, with the reason."""
+    """Returns the place of every setting without effect, with the reason."""
     return list(_in_section(config, config, ()))
 
 
@@ -54,7 +54,7 @@ def _in_section(config: Config, section: BaseModel, place: Place) -> Iterator[Pr
 
 
 def unless(has_effect: Callable[[Config], object], reason: str | Callable[[Config], str]) -> Rule:
-    """A rule for a field that has no effect if `has_effect` is false."""
+    """Returns a rule: the field has no effect if `has_effect` is false."""
 
     def rule(config: Config, _: object) -> str | None:
         if has_effect(config):
@@ -65,13 +65,13 @@ def unless(has_effect: Callable[[Config], object], reason: str | Callable[[Confi
 
 
 def unless_given(key: str) -> Rule:
-    """A rule for a field that has no effect if `key` (dotted) is null or empty."""
+    """Returns a rule: the field has no effect if `key` (dotted) is null or empty."""
     value, verb = attrgetter(key), "are" if key.endswith("s") else "is"
     return unless(lambda config: value(config) not in (None, ()), f"there {verb} no {key}")
 
 
 def unless_policy(kind: str, *names: str) -> Rule:
-    """A rule for a field that only these policies read. A policy of a plugin may read any field."""
+    """Returns a rule: only these policies read the field. A policy of a plugin may read any field."""
     return unless(
         lambda config: config.plugins or getattr(config.scheduling, kind) in names,
         lambda config: f"{kind} is {getattr(config.scheduling, kind)}, not {' or '.join(names)}",
@@ -79,7 +79,9 @@ def unless_policy(kind: str, *names: str) -> Rule:
 
 
 def unless_url(*prefixes: str) -> Rule:
-    """A rule for a field that has no effect unless some URL has one of these prefixes. Flags may add the first URL."""
+    """Returns a rule: the field has no effect unless a backend URL has one of these prefixes. Flags may add the first
+    URL later.
+    """
     return unless(
         lambda config: not config.backends or any(one.url.startswith(prefixes) for one in config.backends),
         f"the url of no backend begins with {' or '.join(prefixes)}",
@@ -87,7 +89,7 @@ def unless_url(*prefixes: str) -> Rule:
 
 
 def plausible(key: str, most_s: float) -> Rule:
-    """A rule for an objective above `most_s` seconds: it is probably in milliseconds, the unit of headers."""
+    """Returns a rule: an objective above `most_s` seconds is probably in milliseconds, the unit of headers."""
 
     def rule(_: Config, section: object) -> str | None:
         value = getattr(section, key)
@@ -99,7 +101,7 @@ def plausible(key: str, most_s: float) -> Rule:
 
 
 def looked_at(key: str) -> Rule:
-    """A rule for an objective that no chosen policy reads. A policy of a plugin may read it."""
+    """Returns a rule: the objective has no effect if no chosen policy reads it. A policy of a plugin may read it."""
 
     def rule(config: Config, _: object) -> str | None:
         chosen = config.scheduling
@@ -114,7 +116,7 @@ def looked_at(key: str) -> Rule:
 
 
 def objectives_measured(config: Config, _: object) -> str | None:
-    """The rule of `scheduling.fairness`."""
+    """Returns why `scheduling.fairness` has no effect; None if it has."""
     if config.scheduling.fairness != "slo" or has_objectives(config):
         return None
     return f"slo has no objective to measure: {NO_OBJECTIVE}"
@@ -130,7 +132,7 @@ def looks_at_weights(config: Config) -> bool:
 
 
 def tenants_set_apart(config: Config, _: object) -> str | None:
-    """The rule of `tenants[].weight`."""
+    """Returns why `tenants[].weight` has no effect; None if it has."""
     if config.scheduling.flow != "model" or not looks_at_weights(config):
         return None
     return "does not set tenants apart: a flow is a model (scheduling.flow), and holds the requests of all tenants"
@@ -147,7 +149,7 @@ def is_rated(config: Config) -> bool:
 
 
 def others_may_come(config: Config) -> bool:
-    """Whether discovery may add backends with other roles, from a file or labels of pods."""
+    """Whether discovery may add backends with other roles, from a file or from labels of pods."""
     return config.discovery.file is not None or any(one.url.startswith(KUBERNETES) for one in config.backends)
 
 
@@ -156,7 +158,9 @@ def has_roles(config: Config) -> bool:
 
 
 def both_roles(config: Config, _: object) -> str | None:
-    """The rule of `backends[].role`: with only prefill or only decode backends, no request can be split."""
+    """Returns why `backends[].role` has no effect, such as a fleet with only prefill or only decode backends; None if
+    it has.
+    """
     roles = {backend.role for backend in config.backends}
     if len(roles) != 1 or others_may_come(config):
         return None
@@ -165,7 +169,7 @@ def both_roles(config: Config, _: object) -> str | None:
 
 
 def names_labels(_: Config, backend: Any) -> str | None:
-    """The rule of `backends[].group_label`."""
+    """Returns why `backends[].group_label` has no effect; None if it has."""
     if backend.url.startswith(KUBERNETES) and "/service/" not in backend.url:
         return None
     return f"has no effect: {backend.url} names no pods with labels"

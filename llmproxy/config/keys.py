@@ -44,7 +44,7 @@ class Key:
 
 
 def walk(section: type[Section], prefix: str = "") -> Iterator[Key]:
-    """All keys of a section, in the order of the schema; the keys of a section follow the section."""
+    """Yields all keys of a section in the order of the schema. The keys of a subsection follow the subsection."""
     for name, field in section.model_fields.items():
         key = Key(f"{prefix}{name}", field, section, next(sections_in(field.annotation), None))
         yield key
@@ -61,7 +61,7 @@ def sections_in(annotation: Any) -> Iterator[type[Section]]:
 
 
 def leaves(top: type[Section]) -> dict[str, FieldInfo]:
-    """Maps dotted names to keys: all keys outside lists whose value is no section."""
+    """Maps dotted names to the fields of all keys that are outside lists and are no sections."""
     return {key.name: key.field for key in walk(top) if "[]" not in key.name and not key.is_section}
 
 

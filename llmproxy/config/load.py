@@ -41,9 +41,10 @@ class Override:
 
 
 def load(path: Path | None = None, overrides: Sequence[Override] = ()) -> Config:
-    """Read the file at `path` over the defaults, and `overrides` over the file. Later overrides replace earlier ones.
+    """Reads the file at `path` over the defaults, and applies `overrides` over the file. A later override replaces an
+    earlier one.
 
-    Raises ConfigError with all problems. A value that is replaced is not checked.
+    Raises ConfigError with all problems. A value that an override replaces is not checked.
     """
     document = Document(path)
     origins: dict[Place, str] = {}
@@ -62,12 +63,12 @@ def load(path: Path | None = None, overrides: Sequence[Override] = ()) -> Config
 
 
 def load_backends(path: Path) -> tuple[BackendConfig, ...]:
-    """Read the backends in a file of their own. Raises ConfigError with all problems."""
+    """Reads a file that contains only backends. Raises ConfigError with all problems."""
     return validated(BackendsFile, Document(path), {}).backends
 
 
 def validated(top: type[S], document: Document, origins: Mapping[Place, str]) -> S:
-    """The document, validated as the section `top`. Raises ConfigError with all problems."""
+    """Validates the document as the section `top`. Raises ConfigError with all problems."""
     problems = document.problems
     found: S | None = None
     try:
@@ -84,7 +85,9 @@ def validated(top: type[S], document: Document, origins: Mapping[Place, str]) ->
 
 
 def warnings_of(path: Path, config: Config) -> list[str]:
-    """A line for each setting of the file without effect or with an old name. `config` was loaded from the file."""
+    """Returns a line for each setting of the file that has no effect or an old name. `config` was loaded from the same
+    file.
+    """
     document = Document(path)
     found = [(document.line(place), f"{dotted(place)}{reason}") for place, reason in find_idle(config)]
     return [f"{document.at(line)}: warning: {warning}" for line, warning in sorted(found + document.old_names())]
@@ -96,7 +99,7 @@ def unused_settings(config: Config) -> list[str]:
 
 
 def _set_value(values: dict[Any, Any], place: Place, value: str | list[str] | None) -> bool:
-    """Set the value at `place`. Returns False if no section is there, which validation reports."""
+    """Sets the value at `place`. Returns False if there is no such section, which validation reports."""
     for part in place[:-1]:
         if values.get(part) is None:
             values[part] = {}
@@ -143,10 +146,10 @@ def _reason_of(detail: ErrorDetails) -> str:
 
 
 def _nearest_key(place: Place, top: type[Section]) -> str | None:
-    """The most similar key, None if no key is similar.
+    """Returns the key that a user probably meant by an unknown one; None if no key is similar.
 
-    In this order: a very similar key of the same section, the same key of another section, a similar key of the same
-    section, a key of the same section with these initials (rpm: requests_per_min), a very similar key of another
+    Tries in this order: a very similar key of the same section, the same key of another section, a similar key of the
+    same section, a key of the same section with these initials (rpm: requests_per_min), a very similar key of another
     section.
     """
     word, here = str(place[-1]), tuple(_section_at(top, place[:-1]).model_fields)

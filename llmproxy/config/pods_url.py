@@ -1,4 +1,4 @@
-"""URLs that name pods of a Kubernetes cluster, in the notation of kubectl: TYPE/NAME."""
+"""Parses URLs that name pods of a Kubernetes cluster, in the notation of kubectl: TYPE/NAME."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A configuration as YAML with the meaning and type of each key, such as `config.example.yaml`."""
+"""Writes a configuration as YAML with the description and type of each key, such as `config.example.yaml`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HEAD = """\
 
 
 def sample() -> Config:
-    """The defaults, with one entry in each list of sections."""
+    """Returns the default configuration, with one entry in each list of sections."""
     return Config.model_validate(SAMPLE)
 
 
@@ -105,7 +105,7 @@ WORDS = {str: "text", int: "integer", float: "number", bool: "true or false", Pa
 
 
 def kind(field: FieldInfo) -> str:
-    """The type of a key in words, such as `integer >= 1 or null`."""
+    """Returns the type of a key in words, such as `integer >= 1 or null`."""
     return _kind(field.annotation, field.metadata)
 
 

@@ -1,4 +1,4 @@
-"""Reloads: reads the configuration again while the proxy runs, and applies it as a whole or not at all."""
+"""Reloads the configuration while the proxy runs: applies the new configuration as a whole, or not at all."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Reloaded:
-    """The changes of a new configuration, and those without effect before a restart."""
+    """The changes of a new configuration, and the changes that have no effect before a restart."""
 
     changes: tuple[Change, ...]
     needs_restart: tuple[Change, ...]
@@ -33,7 +33,7 @@ class Reloaded:
 
 @dataclass(frozen=True, slots=True)
 class Reread:
-    """Everything that is needed to read the configuration again."""
+    """The inputs that are needed to read the configuration again."""
 
     # Marked as seen (`take`) before the first read.
     file: WatchedFile
@@ -43,7 +43,7 @@ class Reread:
 
 
 class Combined:
-    """Combines the configuration with the entries from objects of a cluster, and passes the result to `apply`.
+    """Adds the entries from Kubernetes objects to the configuration, and passes the result to `apply`.
 
     An entry that is left out is logged once.
     """
@@ -55,12 +55,16 @@ class Combined:
         self._logged: frozenset[EntryProblem] = frozenset()
 
     def take(self, config: Config) -> None:
-        """Apply another configuration with the same entries. Raises ConfigError and then changes nothing."""
+        """Applies another configuration with the same Kubernetes entries. Raises ConfigError and then changes
+        nothing.
+        """
         self._combine(config)
         self._given = config
 
     def take_entries(self, entries: Entries) -> None:
-        """Apply the same configuration with other entries. Logs the changes, or the reasons against them."""
+        """Applies the same configuration with other Kubernetes entries. Logs the changes, or why they were not
+        applied.
+        """
         before, self._entries = self._config, entries
         try:
             self._combine(self._given)
@@ -84,7 +88,7 @@ class Combined:
 
 
 class Reloader:
-    """Reads the configuration again, applies it, and logs the changes or the problems. Reloads run in turn.
+    """Reads the configuration again, applies it, and logs the changes or the problems. Only one reload runs at a time.
 
     Args:
         apply: Applies a configuration, or raises ConfigError and changes nothing.
@@ -104,9 +108,9 @@ class Reloader:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def reload(self, cause: str) -> Reloaded:
-        """Read and apply the configuration. Raises ConfigError and then changes nothing.
+        """Reads and applies the configuration. Raises ConfigError and then changes nothing.
 
-        A cancelled caller does not stop the reload: a change of the file must not be taken and then not applied.
+        A cancelled caller does not stop the reload, because a changed file is detected only once.
         """
         return await asyncio.shield(self._spawn(self._reload(cause)))
 
@@ -148,7 +152,7 @@ class Reloader:
                 await self.try_reload("file")
 
     def reload_on_signal(self) -> None:
-        """Start a reload for SIGHUP; a running reload ends first."""
+        """Starts a reload for SIGHUP. If a reload is running, it ends first."""
         self._spawn(self.try_reload("signal"))
 
     async def try_reload(self, cause: str) -> None:

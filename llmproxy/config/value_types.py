@@ -41,7 +41,7 @@ def nearest(word: str, known: Sequence[str]) -> str:
 
 
 def named_in(names: Callable[[], Sequence[str]], **removed: str) -> AfterValidator:
-    """A validator that accepts one of these names, in any case.
+    """Returns a validator that accepts one of these names, in upper or lower case.
 
     `names` is called at each validation, because plugins register policies. `removed` maps names that are no longer
     accepted to their replacements.
@@ -60,7 +60,7 @@ def named_in(names: Callable[[], Sequence[str]], **removed: str) -> AfterValidat
 
 
 def one_of(known: Sequence[str]) -> AfterValidator:
-    """A validator that accepts one of these words, in any case."""
+    """Returns a validator that accepts one of these words, in upper or lower case."""
     return named_in(lambda: known)
 
 
@@ -71,7 +71,7 @@ def _no_bool(value: object) -> object:
 
 
 def integer_of(text: object) -> int | None:
-    """The integer of a value or of its text, None if it is no integer."""
+    """Returns the integer of a value or of its text; None if it is no integer."""
     if isinstance(text, str) and re.fullmatch(r"\s*[-+]?\d{1,9}\s*", text):
         return int(text)
     return text if isinstance(text, int) and not isinstance(text, bool) else None
@@ -112,7 +112,7 @@ def networks_of(value: object) -> tuple[Network, ...]:
 
 
 def trust_of(value: object) -> tuple[Network, ...] | str:
-    """`auto`, or networks."""
+    """Parses `trust_headers`: the word `auto`, or networks."""
     is_auto = isinstance(value, str) and value.strip().lower() == AUTO_TRUST
     return AUTO_TRUST if is_auto else networks_of(value)
 
@@ -129,8 +129,9 @@ _BASE_PATH = re.compile(r"(/[\w.~-]+)*", re.ASCII)
 
 
 def base_url(value: str) -> str:
-    """A URL without user, query and trailing slash. Its path precedes the path of each request, so a final `/v1`, which
-    requests have, is removed."""
+    """Returns a URL without user, query and trailing slash. A final `/v1` is removed, because the paths of requests
+    contain it.
+    """
     example = "; write it like http://gpu-0:8000"
     if "@" in value:
         raise ValueError(f"should hold no user name or password; an engine's key goes into api_key{example}")
@@ -158,7 +159,9 @@ LOOKED_UP = (DNS, SRV, KUBERNETES)
 
 
 def backend_url(value: str) -> str:
-    """The base URL of a server. With `dns+` or `srv+`, of all servers that DNS names; with `kubernetes+`, of pods."""
+    """Returns the base URL of a server; with `dns+` or `srv+`, of all servers behind a DNS name; with `kubernetes+`, of
+    pods.
+    """
     if value.lower().startswith(KUBERNETES):
         return PodsUrl.of(value).text
     prefix = next((prefix for prefix in (DNS, SRV) if value.lower().startswith(prefix)), "")
@@ -204,7 +207,7 @@ def session_of(value: str) -> str:
 
 
 def origin_of(value: str) -> str:
-    """An origin as browsers send it in the header `Origin`, or `*` for all origins."""
+    """Validates an origin as browsers send it in the header `Origin`, or `*` for all origins."""
     if value == "*":
         return value
     example = "; write it like https://app.example"
@@ -233,12 +236,12 @@ def host_and_port(value: str) -> str:
 
 
 def lock_of(value: str) -> str:
-    """`kubernetes`, or the URL of a Valkey or Redis server."""
+    """Validates `kubernetes`, or the URL of a Valkey or Redis server."""
     return value if value == "kubernetes" else store_of(value, "kubernetes")
 
 
 def store_of(value: str, *others: str) -> str:
-    """The URL of a Valkey or Redis server. `others` are further allowed values, for the message."""
+    """Validates the URL of a Valkey or Redis server. `others` are further allowed values, for the message."""
     scheme, found, _ = value.partition("://")
     if not found or scheme not in _STORE_SCHEMES:
         near = nearest(scheme, (*others, *_STORE_SCHEMES))
@@ -257,7 +260,7 @@ def store_of(value: str, *others: str) -> str:
 
 
 def failure_of(value: str) -> str:
-    """`closed`, or 1/N."""
+    """Validates `on_failure`: `closed`, or 1/N."""
     if value != CLOSED and not re.fullmatch(r"1/([2-9]|[1-9][0-9]{1,5})", value):
         raise ValueError(f"{value!r} should be {CLOSED}, or 1/N where N proxies share the store, from 2 on")
     return value
@@ -275,7 +278,7 @@ _STORE_SCHEMES = ("valkey", "valkeys", "redis", "rediss")
 
 
 def listed(value: object) -> object:
-    """A list as it is, or the items of a text with commas."""
+    """Returns a list unchanged, and splits a text with commas into its items."""
     return [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
 
 
@@ -297,7 +300,9 @@ def key_hash(value: object) -> str:
 
 
 def moment_of(value: object) -> datetime:
-    """A timestamp, or the first moment of a date; in UTC if the text has no time zone."""
+    """Parses a timestamp or a date, which means the first moment of the day. Without a time zone, the result is in
+    UTC.
+    """
     if isinstance(value, str) and re.match(r"\d{4}-\d\d-\d\d", value):
         try:
             moment = datetime.fromisoformat(value.strip())
@@ -314,7 +319,7 @@ def salt_of(value: str) -> str:
 
 
 def prompt_range(value: tuple[int, int]) -> tuple[int, int]:
-    """A range of tokens: [from, to]."""
+    """Validates a range of tokens: [from, to]."""
     if value[0] > value[1]:
         raise ValueError(f"should be [from, to] with from at most to, such as [1, 4000], not {list(value)}")
     return value
@@ -327,12 +332,12 @@ def module_name(value: str) -> str:
 
 
 def from_text(key: str) -> BeforeValidator:
-    """Accept plain text in place of a section, as the value of its required key."""
+    """Returns a validator that accepts plain text in place of a section, as the value of its required key."""
     return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value)
 
 
 def backend_from_text(value: object) -> object:
-    """Accept a URL in place of a backend, perhaps behind its role: `prefill=http://gpu-0:8000`."""
+    """Accepts a URL in place of a backend, with an optional role before it: `prefill=http://gpu-0:8000`."""
     if not isinstance(value, str):
         return value
     role, separator, url = value.partition("=")

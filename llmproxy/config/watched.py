@@ -9,11 +9,11 @@ Stamp = tuple[int, int, int, int]
 
 
 class WatchedFile:
-    """A file that is checked for changes by its metadata.
+    """Watches a file for changes of its metadata.
 
-    A change counts when two checks in a row see the same metadata: a file that is being written is often empty or
-    incomplete, and half a configuration may be valid. Links are followed, because a Kubernetes volume changes by
-    replacing a link. A missing file is probably being replaced, so it counts as a change only with `missing_counts`.
+    A change counts when two checks in a row find the same new metadata, because a file that is being written is often
+    empty or incomplete, and half a configuration may be valid. Links are followed, because a Kubernetes volume changes
+    by replacing a link. A missing file is probably being replaced, so it counts as a change only with `missing_counts`.
     """
 
     def __init__(self, path: Path, *, missing_counts: bool = False) -> None:
@@ -23,7 +23,7 @@ class WatchedFile:
         self._seen: Stamp | None = None
 
     def take(self) -> None:
-        """Mark the present state as seen. Call this before reading, so that only later changes count."""
+        """Marks the present metadata as seen. Call this before reading the file, so that only later changes count."""
         self._taken = self._seen = self._stamp()
 
     def has_changed(self) -> bool:

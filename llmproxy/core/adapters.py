@@ -1,6 +1,6 @@
-"""The LoRA adapters that operators load through the proxy, and the backends that should have them.
+"""Records which LoRA adapters operators have loaded through the proxy, and on which backends.
 
-The listings of the backends show the loaded adapters. So a restart needs no special case: a backend that returns
+The model lists of the backends show the loaded adapters. So a restart needs no special case: a backend that comes back
 without a wanted adapter gets the load request again.
 """
 
@@ -39,7 +39,7 @@ class AdapterChange:
 
 @dataclass(frozen=True, slots=True)
 class AdapterPlan:
-    """A change in progress."""
+    """An adapter change in progress, and the backends that it goes to."""
 
     change: AdapterChange
     backends: tuple[str, ...]  # The backends that get the change now.
@@ -88,7 +88,7 @@ class AdapterState:
 
 @dataclass(slots=True)
 class _Record:
-    """The changes of one adapter. The keys are backends."""
+    """The changes of one adapter, with backends as keys."""
 
     pool: str
     wanted: dict[str, AdapterChange] = field(default_factory=dict)  # The change that each backend should take.
@@ -103,7 +103,7 @@ class _Record:
 
 
 class Adapters:
-    """The records of all adapters. At most one change per adapter is in progress; see `is_changing`."""
+    """The records of all adapters. At most one change per adapter is in progress."""
 
     def __init__(self, pools: Pools) -> None:
         self._pools = pools
@@ -169,7 +169,7 @@ class Adapters:
         return self._begin(AdapterPlan(AdapterChange(name, pool, None, fields), tuple(sorted(chosen)), joining=False))
 
     def end(self, plan: AdapterPlan, replies: tuple[Reply, ...], now: float) -> Report:
-        """Ends a change with the replies of the backends. A change that all of them refused is not remembered."""
+        """Ends a change with the replies of its backends. If all backends refused, the change is not remembered."""
         change = plan.change
         del self._changing[change.name]
         answered = [reply for reply in replies if reply.status is not None]
@@ -201,7 +201,7 @@ class Adapters:
     # --- pending changes ----------------------------------------------------------------------------------------------
 
     def due(self, backend: str, now: float) -> list[AdapterChange]:
-        """Returns the changes that the last listing of a backend does not show, in the order of their requests."""
+        """Returns the changes that the last model list of a backend does not show, in the order of their requests."""
         pool = self._catalogue.pool_of(backend)
         due: list[AdapterChange] = []
         for name in list(self._records):
@@ -220,9 +220,9 @@ class Adapters:
         return due
 
     def is_met(self, change: AdapterChange, backend: str) -> bool:
-        """Returns whether the last listing of the backend shows the effect of `change`.
+        """Returns whether the last model list of the backend shows the effect of `change`.
 
-        A listing does not show new weights, so the backend must also have confirmed a change in place.
+        A model list does not show new weights, so for a change in place the backend must also have confirmed it.
         """
         if change.path is None:
             return change.name not in self._listed(backend)
@@ -231,7 +231,7 @@ class Adapters:
         return self._has_loaded(change.name, backend, change.path) and (taken or not change.in_place)
 
     def replied(self, change: AdapterChange, reply: Reply, now: float) -> None:
-        """Notes the reply of a backend to a change. After a failure the change becomes due again with a backoff."""
+        """Records the reply of a backend to a change. After a failure, the change becomes due again with a backoff."""
         record = self._record(change.name)
         if record is None or record.wanted.get(reply.backend) is not change:
             return
@@ -251,7 +251,9 @@ class Adapters:
             self._tidy(change.name)
 
     def _tidy(self, name: str) -> None:
-        """Deletes a record without pending changes, and updates the catalogue's promised adapters."""
+        """Deletes the record of an adapter without pending changes, and updates the list of adapters that will be
+        loaded.
+        """
         record = self._record(name)
         if record is not None and not record.wanted and record.joining is None:
             del self._records[name]
@@ -359,7 +361,7 @@ class Adapters:
         return len(names | self._listed(backend).keys())
 
     def _listed(self, backend: str) -> Mapping[str, ModelCard]:
-        """Returns the adapters in a backend's last listing, by name. Cached per listing."""
+        """Returns the adapters in a backend's last model list, by name. The result is cached until the next list."""
         known_backend = self._pools.backends.get(backend)
         listing = known_backend.listing if known_backend is not None else None
         if listing is None:

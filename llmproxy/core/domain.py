@@ -67,7 +67,7 @@ DECODE: Final = Stage.DECODE
 
 
 class RequestFacts(Struct, frozen=True):
-    """The properties of a request body that scheduling uses."""
+    """The properties of a request that scheduling needs and that its body contains."""
 
     model: str | None  # None if the body has no model, or a null or empty one.
     stream: bool = False
@@ -166,7 +166,9 @@ class KnownLimit(Struct, frozen=True):
 
 
 class KnownCapacity(Struct, frozen=True):
-    """Replica capacity and request sizes of a pool, as an earlier process learned them for `core.scaling`."""
+    """The capacity of a replica and the sizes of requests of a pool, as an earlier process learned them for
+    autoscaling.
+    """
 
     sums: tuple[float, ...]  # The sums of `StepCurve`.
     # Per size class of prompts: class, number of answers, their mean tokens, mean cached share of the prompt.
@@ -175,7 +177,7 @@ class KnownCapacity(Struct, frozen=True):
 
 
 class Reading(Struct, frozen=True):
-    """The gauges of one scrape of one backend. A value is None if the backend does not publish it."""
+    """The metrics of one scrape of one backend. A value is None if the backend does not publish it."""
 
     taken_at_s: float  # When the scrape was sent: the gauges cannot include requests booked later.
     running: int = 0
@@ -189,7 +191,9 @@ class Reading(Struct, frozen=True):
 
 
 class Trouble(StrEnum):
-    """The reason why a poll of a backend gave no reading. The reasons differ in how much they prove."""
+    """The reason why a poll of a backend failed. Some reasons prove that the process is gone, others prove nothing
+    about it.
+    """
 
     REFUSED = "refused"
     TIMEOUT = "no_answer"
@@ -202,7 +206,7 @@ class Trouble(StrEnum):
 
 
 class Verdict(StrEnum):
-    """The outcome of one attempt as evidence about its backend, set when the lease ends."""
+    """How one attempt ended, as evidence about the health of its backend."""
 
     SERVED = "served"
     CLIENT_GONE = "client_gone"
@@ -242,7 +246,7 @@ class Price(Struct, frozen=True):
 
 
 class Predicted(Struct, frozen=True):
-    """The prediction of a duration at dispatch."""
+    """The predicted duration of a part of an answer, at the grant."""
 
     expected_s: float
     p90_s: float
@@ -257,7 +261,7 @@ class Predicted(Struct, frozen=True):
 
 
 class Placed(Struct, frozen=True):
-    """The backend chosen for a request, and the reasons."""
+    """The backend chosen for a request, and why it was chosen."""
 
     backend: str
     score: float
@@ -285,7 +289,7 @@ class Explained(Struct, frozen=True):
 
 
 class BackendPace(Struct, frozen=True):
-    """The speed of one backend relative to its pool."""
+    """The learned speed of one backend relative to its pool."""
 
     backend: str
     prefill_factor: float  # Prefill time relative to the pool; above 1 is slower.
@@ -315,11 +319,15 @@ class Learned(Struct, frozen=True):
 
 
 class NoCapacity(Struct, frozen=True):
-    """No backend has room under the ceiling of this band. Lower bands are not served either: priority is strict."""
+    """No backend has a free slot under the ceiling of this band. Lower bands are not served either, because priority is
+    strict.
+    """
 
 
 class NoMatch(Struct, frozen=True):
-    """Some backend has room, but not for this request. The fairness policy may offer its next flow."""
+    """Some backend has a free slot, but none that can serve this request. The fairness policy may offer its next
+    flow.
+    """
 
     whole_model: bool  # No backend with room serves the model, so other requests for the model need not be tried.
     later: str = ""  # A full backend that this request should wait for; other requests may still be placed.
@@ -346,7 +354,7 @@ class Waited(Struct, frozen=True):
 
 
 class GrantReason(Struct, frozen=True):
-    """The state at a grant that explains why this request was chosen."""
+    """The state of the queue at a grant, which explains why this request was chosen."""
 
     waiting: tuple[tuple[int, int], ...]  # (band, waiting requests) from the highest band, including this request.
     flows: int  # Flows of the band with waiting requests.
@@ -359,7 +367,7 @@ class GrantReason(Struct, frozen=True):
 
 
 class Grant(Struct, frozen=True):
-    """`request` may use the backend of `placed` until its lease is finished. The backend is already booked."""
+    """Decision: `request` may use the backend of `placed` until its lease is finished. The slot is already counted."""
 
     lease: int
     request: Request
@@ -371,7 +379,7 @@ class Grant(Struct, frozen=True):
 
 
 class Drop(Struct, frozen=True):
-    """A waiting request leaves the waiting room without a backend."""
+    """Decision: a waiting request leaves the waiting room without a backend."""
 
     request: Request
     outcome: Outcome
@@ -380,7 +388,7 @@ class Drop(Struct, frozen=True):
 
 
 class Revoke(Struct, frozen=True):
-    """A lease must end because its backend is gone or hangs."""
+    """Decision: a lease must end because its backend is gone or hangs."""
 
     lease: int
     request: Request
@@ -388,7 +396,7 @@ class Revoke(Struct, frozen=True):
 
 
 class Preempt(Struct, frozen=True):
-    """A lease must be returned before its first byte, for a waiting request of a higher band.
+    """Decision: a lease must be returned before its first byte, for a waiting request of a higher band.
 
     The preempted request returns to the head of its flow, and the time that it has waited still counts.
     """
@@ -404,7 +412,8 @@ Decision = Grant | Drop | Revoke | Preempt
 class Refused(Exception):  # noqa: N818 - a refusal is an answer, not an error of this code
     """A request was not admitted to the waiting room, or had to leave it.
 
-    `retry_after_s` is the pause that the client should make, from the measured drain rate; None if a retry cannot help.
+    `retry_after_s` is the recommended pause before a retry, from the measured rate of grants; None if a retry cannot
+    help.
     """
 
     def __init__(self, outcome: Outcome, message: str, retry_after_s: float | None = None) -> None:

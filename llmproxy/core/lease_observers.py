@@ -23,13 +23,13 @@ _DOUBTFUL = frozenset({Verdict.FAILED, Verdict.TIMED_OUT, Verdict.UNAUTHORIZED, 
 
 
 class ChargeObserver(LeaseObserver):
-    """Charges flows, and credits the minimum shares of bands.
+    """Charges flows for their requests, and credits the minimum shares of bands.
 
     A flow is charged an estimate at the grant, more when the answer grows beyond the estimate, and the actual cost at
     the end. A failed attempt without output costs nothing, and its retry is charged again.
 
-    The charge for a prefill stage is carried over to the next lease of the request. So a prompt is charged once even
-    if a second backend computes it again, and refunded if no answer follows.
+    The charge for a prefill stage is carried over to the next lease of the request. So a prompt is charged once even if
+    a second backend computes it again, and the charge is refunded if no answer follows.
     """
 
     def __init__(self, settings: Settings, room: WaitingRoom, min_shares: MinShares, faults: Faults) -> None:
@@ -60,7 +60,9 @@ class ChargeObserver(LeaseObserver):
             self._credits[number] = self._min_shares.granted(request.band, own, self._room.levels())
 
     def already_charged(self, request: Request, number: int) -> None:
-        """Reverts the charge of a lease that was just booked, because the restored balances already include it."""
+        """Reverts the charge of a lease that was just granted, because the restored flow balances already include
+        it.
+        """
         fairness = self._room.bands[request.band].fairness
         more = (self._carried[number] - self._charged[number]) / request.weight
         self._faults.notify(fairness.charge, request.flow, more)
@@ -104,7 +106,7 @@ class ChargeObserver(LeaseObserver):
         self._credits.pop(number, None)
 
     def ended(self, request: Request) -> None:
-        """Refunds the carried charge of a prefill stage if no answer followed."""
+        """Refunds the charge of a prefill stage if no answer followed."""
         carried = self._between.pop(request.id, 0.0)
         if carried:
             fairness = self._room.bands[request.band].fairness
@@ -124,7 +126,7 @@ class ChargeObserver(LeaseObserver):
 def decode_follows(lease: LeaseRecord, event: Returned) -> bool:
     """Returns whether a lease that ended with `event` is a prefill stage that a decode stage follows.
 
-    `started` is required, because a refused prompt also ends with SERVED.
+    The prefill must have `started`, because a refused prompt also ends with SERVED.
     """
     return lease.request.stage is PREFILL and event.verdict is Verdict.SERVED and lease.started
 
@@ -155,7 +157,9 @@ class ReservationObserver(LeaseObserver):
             self.release(lease.request.id)
 
     def release(self, request_id: str) -> str | None:
-        """Releases the reservation of a request. Returns the name of its prefill backend; None without one."""
+        """Releases the reserved slot of a request. Returns the name of its prefill backend; None without a
+        reservation.
+        """
         if request_id not in self._reservations:
             return None
         backend, sequences, prefilled_on = self._reservations.pop(request_id)
@@ -224,7 +228,7 @@ class LimitObserver(LeaseObserver):
 
 
 class PlacementObserver(LeaseObserver):
-    """Passes the events of leases to the placement. Exceptions of the placement are noted and not raised."""
+    """Passes the events of leases to the placement. Exceptions of the placement are collected and not raised."""
 
     def __init__(self, placement: Placement, faults: Faults) -> None:
         self._placement = placement
@@ -258,9 +262,9 @@ class PlacementObserver(LeaseObserver):
 class BlameObserver(LeaseObserver):
     """Decides whether a failed attempt is the fault of the request or of its backend.
 
-    The same failure on two backends blames the request. A backend that refuses a request is blamed when another backend
-    serves the same request. A time limit does not blame a backend whose gauges show running sequences, and the request
-    is not retried.
+    The same failure on two backends blames the request. If a backend refuses a request, and another backend serves it,
+    the first backend is blamed. A time limit does not blame a backend whose metrics show running sequences, and the
+    request is not retried.
     """
 
     def __init__(self) -> None:

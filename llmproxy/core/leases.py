@@ -38,7 +38,7 @@ class LeaseObserver:
     """Whether the observer gets no leases of requests without usage limits."""
 
     def booked(self, lease: LeaseRecord, now: float) -> None:
-        """The lease was granted."""
+        """A request was granted a slot, and this lease begins."""
 
     def started(self, lease: LeaseRecord, event: Started, now: float) -> None:
         """See the event."""
@@ -60,7 +60,7 @@ class LeaseObserver:
         return False
 
     def process_gone(self, backend: str) -> None:
-        """The process behind `backend` is gone or replaced, or the backend left the pool. Leases may continue."""
+        """The process behind `backend` is gone or replaced, or the backend left the pool. Leases on it may continue."""
 
 
 METHODS: Mapping[type[LeaseEvent], Callable[..., None]] = {
@@ -140,7 +140,7 @@ class Leases:
         return [Revoke(lease.number, lease.request, lease.backend.name) for lease in revoked]
 
     def is_on_current_process(self, lease: int, backend: str) -> bool:
-        """Returns whether an open or ended lease was granted in this pool on the current process of `backend`."""
+        """Returns whether a lease, open or ended, was granted in this pool on the current process of `backend`."""
         return backend in self._newest_of_old and lease > self._newest_of_old[backend]
 
     def _end_process(self, backend: Backend) -> None:

@@ -14,14 +14,16 @@ FAULT_REPORT_S = 1.0
 
 
 class Faults:
-    """Collects the exceptions of policies. A policy may be a plugin, so its fault must not corrupt the core's state."""
+    """Collects the exceptions of policies. A policy may be a plugin, so its exception must not corrupt the core's
+    state.
+    """
 
     def __init__(self) -> None:
         self.noted: list[Exception] = []
         self._reported: dict[tuple[str, int], tuple[float, int]] = {}
 
     def notify(self, hook: Callable[..., None], *event: object) -> None:
-        """Calls a hook of a policy for an event; an exception is noted and not raised."""
+        """Calls a hook of a policy for an event. An exception of the hook is collected and not raised."""
         try:
             hook(*event)
         except Exception as fault:  # noqa: BLE001 - see the class

@@ -73,7 +73,7 @@ class PoolBackends:
         return leases
 
     def changes_at(self, now: float) -> float | None:
-        """Returns when a view or an outlier verdict may change by time alone; None if only events can change them."""
+        """Returns when a view or an outlier may change without an event; None if only events can change them."""
         times = [self.outliers.due_s, *(backend.changes_at(now) for backend in self.by_name.values())]
         return min([time for time in times if time is not None], default=None)
 

@@ -59,8 +59,8 @@ HEALTH_EVENTS_MAX = 1_000
 class Pools:
     """A scheduler for each pool of the `Catalogue`, so that a saturated model cannot delay another model.
 
-    A backend belongs to no pool until its first listing. A pool keeps its scheduler while its model names change one by
-    one.
+    A backend belongs to no pool until its first model list. A pool keeps its scheduler while its model names change one
+    by one.
     """
 
     def __init__(
@@ -162,10 +162,11 @@ class Pools:
         self._arrange()
 
     def split_limits(self, divisor: int, now: float, shard: str = DEFAULT) -> None:
-        """Divides every limit by `divisor` from the next decision on: as many processes decide independently.
+        """Divides every limit by `divisor` from the next decision on, because that many processes now decide
+        independently.
 
-        A usage limit may span shards, so it is divided by the largest divisor of all shards. Bounds of the waiting room
-        are not divided.
+        A usage limit may apply to several shards, so it is divided by the largest divisor of all shards. Bounds of the
+        waiting room are not divided.
         """
         self._limit_divisors[shard] = divisor
         debts = self._limits.rates.debts(now)
@@ -207,7 +208,7 @@ class Pools:
         self._arrange()
 
     def troubled(self, backend: str, trouble: Trouble) -> bool:
-        """See `Backend.troubled`."""
+        """Records a failed poll. Returns whether the process is certainly gone, and its open streams with it."""
         gone = self.backends[backend].troubled(trouble)
         if gone:
             for scheduler in self._all:
@@ -219,8 +220,8 @@ class Pools:
         """Gives each pool of the catalogue a scheduler, and the scheduler the backends of the pool.
 
         A pool keeps the scheduler that served any of its names before. If several did, the scheduler with most of the
-        pool's backends stays, and the waiting requests of the others move there. If a pool was split, the part with
-        most of the backends keeps the scheduler.
+        pool's backends stays, and gets the waiting requests of the others. If a pool was split, the part with most of
+        the backends keeps the scheduler.
         """
         pools, members, before = self.catalogue.names, self.catalogue.members, self.schedulers
         same = all(pool in before and before[pool].names == names for pool, names in pools.items())
@@ -286,7 +287,7 @@ class Pools:
         return self.schedulers.get(request.pool if target is None else target.pool)
 
     def _scheduler_named(self, pool: str) -> Scheduler | None:
-        """Returns the scheduler of a pool by any of its names, because other processes may use another name."""
+        """Returns the scheduler of a pool. `pool` is any of its names, because other processes may use another name."""
         return self.schedulers.get(self.catalogue.pool_named(pool))
 
     def _regroup(self, now: float) -> list[Drop]:
@@ -317,7 +318,9 @@ class Pools:
         excluded: frozenset[str] = frozenset(),
         entry: AdmissionKind = AdmissionKind.NEW,
     ) -> None:
-        """See `Scheduler.submit`. Also raises Refused if the pool has gone since the name was resolved."""
+        """Adds a request to the waiting room of its pool; see `Scheduler.submit`. Also raises Refused if the pool has
+        gone since the name was resolved.
+        """
         scheduler = self._scheduler_of(request)
         if scheduler is None or (
             scheduler.pool != request.pool
@@ -330,9 +333,10 @@ class Pools:
         self.scaling.pools[scheduler.pool].arrived(request, now, new=entry is AdmissionKind.NEW, counts=not limited)
 
     def resume(self, request: Request, placed: Placed, at_s: float) -> int | None:
-        """Books a request in flight that another scheduler granted at `at_s`. Returns its lease.
+        """Opens a lease for a request in flight that another scheduler granted at `at_s`. Returns the number of the
+        lease.
 
-        Returns None if this process does not know the backend in that pool. The readings of the backend then show the
+        Returns None if this process does not know the backend in that pool. The metrics of the backend then show the
         request as load of other clients.
         """
         scheduler = self._of_backend.get(placed.backend)
@@ -346,7 +350,7 @@ class Pools:
         return lease
 
     def balances(self, shard: str = DEFAULT) -> dict[tuple[str, int], Mapping[str, float]]:
-        """Returns the flow balances per (pool, band) of a shard; see `FairnessPolicy.balances`."""
+        """Returns the flow balances of a shard per (pool, band), for the process that takes over the shard."""
         return {
             (name, level): balances
             for name, scheduler in self.schedulers.items()
@@ -355,17 +359,17 @@ class Pools:
         }
 
     def restore(self, pool: str, band: int, balances: Mapping[str, float]) -> None:
-        """Takes over the flow balances of a band from another process; see `FairnessPolicy.restore`."""
+        """Takes over the flow balances of a band from another process."""
         scheduler = self._scheduler_named(pool)
         if scheduler is not None:
             scheduler.restore(band, balances)
 
     def rate_debts(self, now: float) -> dict[RateName, float]:
-        """See `Rates.debts`."""
+        """Returns, for each rate limit in use, the seconds until it is unused again."""
         return self._limits.rates.debts(now)
 
     def restore_rates(self, debts: Mapping[RateName, float], now: float) -> None:
-        """See `Rates.restore`."""
+        """Takes over the used part of rate limits from another process."""
         self._limits.rates.restore(debts, now)
 
     def cancel(self, request: Request) -> Waited | None:
@@ -381,13 +385,13 @@ class Pools:
         leases.apply(event, now)
 
     def cached(self, pool: str, lease: int, backend: str, hashes: Sequence[int]) -> None:
-        """Notes the blocks of the prompt and the answer of an ended lease; see `Placement.cached`."""
+        """Records that a backend has cached the prompt and the answer of an ended lease, given as block hashes."""
         scheduler = self._scheduler_named(pool)
         if scheduler is not None:
             scheduler.cached(lease, backend, hashes)
 
     def restore_prefix(self, pool: str, backend: str, hashes: Sequence[int]) -> None:
-        """See `Scheduler.restore_prefix`."""
+        """Records blocks that another proxy process knows as cached on a backend."""
         scheduler = self._scheduler_named(pool)
         if scheduler is not None:
             scheduler.restore_prefix(backend, hashes)
@@ -406,14 +410,16 @@ class Pools:
             one.ended(request, met, now)
 
     def goes_on_elsewhere(self, request: Request, now: float) -> None:
-        """Keeps the tokens of a request charged to its usage limits. The process that continues it charges nothing."""
+        """Keeps the tokens of a request charged to its usage limits, because the process that continues the request
+        charges nothing.
+        """
         if request.limits:
             self._limits.rates.used(request, expected(request), now)
 
     # --- decisions -----------------------------------------------------------------------------------------------
 
     def decide(self, now: float) -> list[Decision]:
-        """Returns the decisions of all pools; see `Scheduler.decide`."""
+        """Returns the decisions of all pools that are due."""
         decisions: list[Decision] = []
         if self._to_regroup:
             decisions += self._regroup(now)
@@ -446,7 +452,7 @@ class Pools:
         return [one for one in self._all if now < until_s[of(one.pool)]]
 
     def faults(self, now: float) -> list[tuple[Exception, int]]:
-        """Returns the exceptions of the policies of all pools; see `Faults.take`."""
+        """Returns the exceptions of the policies of all pools since the last call."""
         found: list[tuple[Exception, int]] = []
         for scheduler in self._all:
             if scheduler.faults.noted:
@@ -478,7 +484,7 @@ class Pools:
         return self._occupancy.queued()
 
     def longest_s(self, now: float) -> dict[int, float]:
-        """See `Occupancy.longest_s`."""
+        """Returns the longest wait of each band, in seconds."""
         return self._occupancy.longest_s(now)
 
     def work_s(self, now: float) -> dict[str, float]:
@@ -512,7 +518,8 @@ class Pools:
         return None if scheduler is None else scheduler.pool
 
     def snapshot(self, now: float, flows_max: int | None = None) -> Snapshot:
-        """Returns the waiting requests, the reasons, and the room of the backends, with at most `flows_max` flows.
+        """Returns the waiting requests, why they wait, and the free slots of the backends, with at most `flows_max`
+        flows.
 
         The cost is proportional to the flows shown. Pools about which another process decides are left out.
         """
@@ -564,7 +571,8 @@ class Pools:
     def ready(self, now: float) -> bool:
         """Returns whether the proxy can accept requests.
 
-        It can if a listed backend is up and not ejected, or if named pools hold requests while they have no replica.
+        It can if a listed backend is up and not ejected, or if configured pools hold requests while they have no
+        replica.
         """
         holds = self.settings.queue.no_backend_wait_s > 0.0 and bool(self.settings.scaling.pools)
         return holds or any(b.listing is not None and b.view(now).available for b in self.backends.values())

@@ -1,4 +1,4 @@
-"""Preemption: returns leases that have no first byte yet, to make room for requests of higher bands."""
+"""Preemption: takes back leases that have no first byte yet, to free slots for requests of higher bands."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ LOOK_MAX = 64
 class Preemption(LeaseObserver):
     """The leases of bands up to `default` that have no first byte yet.
 
-    The lowest band is preempted first, and in it the newest lease, on which the engine has spent the least work. The
-    pass after the release decides which request gets the room. A lease of band `default` is preempted only while a
-    reading proves that the request waits in the engine's queue.
+    The lowest band is preempted first, and in it the newest lease, because the engine has spent the least work on it.
+    The scheduling pass after the release decides which request gets the slot. A lease of band `default` is preempted
+    only while a scrape proves that the request waits in the engine.
     """
 
     def __init__(self, settings: Settings, headroom: Headroom) -> None:
@@ -66,10 +66,10 @@ class Preemption(LeaseObserver):
     committed = returned = started
 
     def clear(self, backends: Iterable[Backend], now: float) -> Iterable[Preempt]:
-        """Yields leases to preempt in the queues of engines, while a band above `default` is in use.
+        """Yields leases to preempt among the requests that wait inside engines, while a band above `default` is in use.
 
-        An engine with a queue had less room than expected, and serves its queue in order of arrival. So leases
-        that are ahead of a lease above `default`, or beyond a batch limit that was learned later, are preempted.
+        An engine with waiting requests has fewer slots than expected, and serves them in order of arrival. So leases
+        are preempted that are ahead of a lease above `default`, or beyond a batch limit that was learned later.
         """
         if not self._open or not self._settings.preemption or not self._headroom.used_above(DEFAULT, now):
             return
@@ -87,7 +87,9 @@ class Preemption(LeaseObserver):
                     yield self._preempt(lease)
 
     def _beyond(self, backend: Backend, now: float) -> int:
-        """Returns how many sequences a backend has above its limit and look-ahead, without those being preempted."""
+        """Returns how many sequences a backend has above its limit and look-ahead, not counting leases that are being
+        preempted.
+        """
         if backend.reading is None or not backend.reading.waiting:
             return 0
         view = backend.view(now)
@@ -95,7 +97,7 @@ class Preemption(LeaseObserver):
         return view.load - leaving - view.limit - view.look_ahead
 
     def choose(self, waiting: Iterable[Queued], now: float) -> Iterator[Preempt]:
-        """Yields leases to preempt so that the requests `waiting`, all in one band, find room.
+        """Yields leases to preempt so that the requests `waiting`, all in one band, find slots.
 
         Each request needs a lease on a backend that can serve it. Leases that are already being preempted count.
         """
@@ -129,7 +131,9 @@ class Preemption(LeaseObserver):
         return (lease for lease in islice(lowest_first, LOOK_MAX) if lease not in self._pending)
 
     def _gives_back(self, lease: int) -> Backend:
-        """Returns the backend whose slot a lease frees. A prefill stage reserves its slot on the decode backend."""
+        """Returns the backend on which the end of a lease frees a slot. For a prefill stage, that is the decode backend
+        with its reserved slot.
+        """
         record = self._open[lease]
         return record.answers_on or record.backend
 

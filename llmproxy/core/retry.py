@@ -19,7 +19,9 @@ COMPUTED_MAX = 2
 
 
 class Cause(Enum):
-    """The cause of a failed attempt, grouped by its progress."""
+    """The cause of a failed attempt. The groups follow its progress: before sending, before the first byte, after
+    it.
+    """
 
     # Before the connection.
     LACK = "lack"  # This machine is out of file descriptors or ports, or cannot resolve the name.
@@ -99,7 +101,8 @@ def cause_of(status: int, *, own_key: bool = True) -> Cause:
 class RetryBudget:
     """Limits retries to a share of requests, so that retries do not overload a failing fleet.
 
-    A retry is not counted if the failed attempt burdens no engine: no byte was sent, or the process is gone or hangs.
+    A retry is not counted if the failed attempt left no work in an engine: no byte was sent, or the process is gone or
+    hangs.
     """
 
     def __init__(self, ratio: float) -> None:

@@ -64,7 +64,7 @@ FAULT_RETRY_S = 1.0
 
 
 class _Pass(Struct):
-    """The state of a `decide` call."""
+    """The state of one `decide` call."""
 
     now: float
     views: list[View]
@@ -80,7 +80,7 @@ class Scheduler:
 
     Each event is a method of this object or, for leases, of `leases`. Events change state and decide nothing.
     `decide(now)` then returns the decisions, and `next_wakeup(now)` the time to call it again without an event. A
-    granted request stays booked on its backend until its lease is finished. Not thread-safe.
+    granted request keeps its slot until its lease is finished. Not thread-safe.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class Scheduler:
         self.leases.detach(backend)
 
     def inherit(self, other: Scheduler) -> None:
-        """Adds the fairness balances and the band activity of a pool whose requests this pool takes over."""
+        """Adds the fairness balances and the bands in use of a pool whose requests this pool takes over."""
         self._headroom.inherit(other._headroom)
         own = self.balances()
         for level, balances in other.balances().items():
@@ -257,10 +257,11 @@ class Scheduler:
     # --- decisions -----------------------------------------------------------------------------------------------
 
     def decide(self, now: float) -> list[Decision]:
-        """Returns the decisions that are due. A second call at the same `now` returns none, unless the pass was capped.
+        """Returns the decisions that are due. A second call at the same `now` returns none, unless the first reached
+        its maximum number of decisions.
 
         If a policy raises, the decisions before it are returned, `faults` gets the exception, and this pool decides
-        nothing for FAULT_RETRY_S, because a repeated fault must not delay other pools.
+        nothing for FAULT_RETRY_S, because a repeated exception must not delay other pools.
         """
         if now < self._rests_until_s:
             return []
@@ -310,8 +311,8 @@ class Scheduler:
     def _grant_answers(self, decisions: list[Decision], now: float) -> None:
         """Grants a backend for the decode stage of each prefilled request, before any waiting request.
 
-        A slot was reserved for it. If the backend of that slot is gone and no other has room, the request returns to
-        the head of its flow and starts again with its prompt.
+        A slot was reserved for it. If the backend of that slot is gone and no other backend has a free slot, the
+        request returns to the head of its flow and starts again with its prompt.
         """
         self._placement.begin(self._backends.views(now))
         prefilled, self._prefilled = self._prefilled, []
@@ -337,7 +338,9 @@ class Scheduler:
                 decisions.append(Drop(request, refused.outcome, refused.retry_after_s or 0.0))
 
     def _grant_all(self, this: _Pass) -> None:
-        """Grants band by band, the highest first, until no backend has room or the pass is full."""
+        """Grants requests band by band, the highest first, until no backend has a free slot or the maximum number of
+        decisions is reached.
+        """
         # A blocked request that was readmitted may fit where the others of its band did not.
         this.guaranteed_none.clear()
         for level in self._room.order:
@@ -385,7 +388,9 @@ class Scheduler:
                 self._room.set_wait_reason(lower, WaitReason.HIGHER_BAND, this.now)
 
     def _grant_guaranteed(self, this: _Pass) -> bool:
-        """Grants requests of bands that are owed their minimum share. Returns whether other grants may follow."""
+        """Grants requests of bands that have a credit from their minimum share. Returns whether other grants may
+        follow.
+        """
         while self._min_shares.shares and this.steps < PASS_MAX:
             due = [x for x in self._min_shares.due(self._room.levels()[1:]) if x not in this.guaranteed_none]
             if not due:
@@ -400,7 +405,9 @@ class Scheduler:
         return this.steps < PASS_MAX
 
     def _readmit(self, level: int, this: _Pass) -> int:
-        """Readmits more blocked requests of a band, because no readmitted request fitted; returns their number."""
+        """Moves more blocked requests of a band back to their flows, because none of those moved before fitted on a
+        backend. Returns their number.
+        """
         readmitted = self._room.readmit(this.now, level)
         this.steps += readmitted
         if readmitted:
@@ -426,7 +433,9 @@ class Scheduler:
     def _grant_one(
         self, level: int, ceiling: float, this: _Pass, unmatched: Unmatched, *, guaranteed: bool = False
     ) -> Grant | NoCapacity | None:
-        """Grants the next request of a band. Returns None if there is room, but not for any examined request."""
+        """Grants the next request of a band. Returns None if slots are free, but none that an examined request can
+        use.
+        """
         band = self._room.bands[level]
         for backend in this.outdated:
             self._backends.refresh(this.views, backend, this.now)
@@ -490,9 +499,9 @@ class Scheduler:
         return passes_over(map(room.bands.__getitem__, above), view, self._limits)
 
     def _preempt(self, level: int, this: _Pass, *, some_room: bool = False) -> None:
-        """Preempts leases for requests of a band that find no room.
+        """Preempts leases for requests of a band that find no slot.
 
-        `some_room`: some backends have room; requests that these backends can serve need no preemption.
+        `some_room`: some backends have free slots; requests that these backends can serve need no preemption.
         """
         if level <= DEFAULT or not self._preemption.open:
             return
@@ -510,7 +519,7 @@ class Scheduler:
             this.decisions += self._preemption.choose(waiting, this.now)
 
     def _room_on(self, name: str, level: int, now: float) -> int:
-        """Returns how many more requests of band `level` a backend has room for."""
+        """Returns how many more requests of band `level` fit on a backend."""
         view = self._backends.by_name[name].view(now)
         seen = self._headroom.views_for(level, [view], now)
         if not self._placement.ready(seen, level, self._headroom.ceiling(level, now), now):
@@ -532,7 +541,7 @@ class Scheduler:
     # --- inspection ----------------------------------------------------------------------------------------------
 
     def work_s(self, now: float) -> float | None:
-        """Returns the seconds of work of all waiting requests; see `Placement.work_s`."""
+        """Returns the seconds of work of all waiting requests; None if the placement cannot estimate it."""
         room = self._room
         return self._placement.work_s(len(room), room.prompt_tokens, room.output_tokens, self._backends.views(now))
 

@@ -1,8 +1,8 @@
 """Shards: the parts of the scheduling state that cluster members lead independently.
 
-A pool listed in `cluster.pools` is a shard of its own, with the name of the pool. All other pools form the default
-shard. Each shard has its own lock, leader and waiting room, and at most one process decides for it at a time. Only the
-code says "shard": pages, logs and the metric label `pool` show the pool's name, which is empty for the default shard.
+A pool listed in `cluster.pools` is a separate shard with the name of the pool. All other pools form the default shard.
+Each shard has its own lock, leader and waiting room, and at most one process decides for it at a time. Only the code
+says "shard": pages, logs and the metric label `pool` show the pool's name, which is empty for the default shard.
 """
 
 from __future__ import annotations

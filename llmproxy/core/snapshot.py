@@ -87,7 +87,7 @@ class BandSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class BackendSnapshot:
-    """The room of a backend."""
+    """The free slots of a backend, for each band."""
 
     view: View
     room_for: tuple[int, ...]  # Bands whose requests the backend would accept now.

@@ -29,7 +29,7 @@ class TokenBucket:
         self._level = capacity - taken
 
     def level(self, now: float) -> float:
-        """Returns the tokens in the bucket; negative if more were taken than it had."""
+        """Returns the tokens in the bucket; negative if more tokens were taken than it contained."""
         self._level = min(self.capacity, self._level + max(0.0, now - self._at_s) * self.refill_per_s)
         self._at_s = now
         return self._level
@@ -49,7 +49,7 @@ class TokenBucket:
         return lacking / self.refill_per_s if self.refill_per_s else inf
 
     def take(self, amount: float, now: float) -> None:
-        """Takes `amount`, even if the bucket has fewer tokens; a negative amount is returned to the bucket."""
+        """Takes `amount`, even if the bucket has fewer tokens. A negative amount is put back into the bucket."""
         self._level = min(self.capacity, self.level(now) - amount)
 
     def try_take(self, amount: float, now: float) -> bool:

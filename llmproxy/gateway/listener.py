@@ -46,7 +46,7 @@ class Listener:
 
 
 class Frontend(Protocol):
-    """Serves clients in this process or in worker processes. See `Listener` for `socket_activated`."""
+    """Serves clients, in this process or in worker processes."""
 
     url: str
     socket_activated: bool
@@ -56,7 +56,7 @@ class Frontend(Protocol):
         """The number of requests that have begun and not ended."""
 
     def begin_shutdown(self, *, replaced: bool = False) -> None:
-        """See `RequestHandler.begin_shutdown`."""
+        """Begins the shutdown of the request handler. `replaced`: whether a successor has taken over the sockets."""
 
     async def close_sockets(self) -> None:
         """Accept no more connections. Open connections stay."""

@@ -1,4 +1,4 @@
-"""Requests that the proxy answers itself: probes, the list of models, and the pages for operators."""
+"""Answers requests that need no engine: health probes, the list of models, and the pages for operators."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OWN = PROBES | {ROOT, PING, MODELS}
 
 
 class Pages(Protocol):
-    """Answers requests that are not for an engine. Both methods raise Failure."""
+    """Answers requests that need no engine. Both methods raise Failure."""
 
     async def show(self, path: str, request: web.BaseRequest) -> web.Response:
         """Answer a request for a path in `OWN` or below `MODELS`."""
@@ -92,7 +92,7 @@ class OwnPages:
         return self._one_model(request, path.removeprefix(MODELS + "/")) if own is None else own(request)
 
     def check(self, path: str, request: web.BaseRequest, on_admin_port: bool) -> None:
-        """See `AdminPages.check`."""
+        """Raises Failure if the client may not send this request to an administrative path."""
         self._admin.check(path, request, on_admin_port)
 
     async def administer(self, path: str, request: web.BaseRequest, on_admin_port: bool) -> web.Response:
@@ -156,7 +156,7 @@ def _anthropic(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_method(request: web.BaseRequest, *methods: str) -> None:
-    """Raise Failure (405) for any method but these."""
+    """Raises Failure (405) if the method of the request is not in `methods`."""
     if request.method not in methods:
         allowed = ", ".join(methods)
         message = f"Method {request.method} is not allowed here; allowed: {allowed}."

@@ -146,7 +146,9 @@ def _wanted(options: Options) -> Wanted:
 
 
 def _extra(finished: Sequence[Finished], sizes: Sequence[Sizes], splits: Sequence[Splits], wanted: Wanted) -> Extra:
-    """Returns the report's parts about scaling, sizes and divisions of fleets, for the first seed and load."""
+    """Returns the parts of the report about scaling, fleet sizes and divisions of fleets, for the first seed and
+    load.
+    """
     scaled = {one.run.policy: one.trail for one in reversed(finished) if one.trail.scaled}
     if not scaled and not sizes and not splits:
         return Extra()

@@ -18,7 +18,7 @@ _log = structlog.get_logger()
 
 
 def supervised(work: Work, name: str) -> asyncio.Task[None]:
-    """Returns a task that runs `work`. If `work` raises, the exception is logged and `work` is restarted."""
+    """Returns a task that runs `work`. If `work` raises, the task logs the exception and runs `work` again."""
     return asyncio.create_task(_supervise(work, name), name=name)
 
 

@@ -17,7 +17,7 @@ _recorded: set[int] = set()
 
 
 def remember() -> None:
-    """From now on SIGTERM and SIGINT end this process at once with exit code 0, as there is nothing to drain yet.
+    """From now on, SIGTERM and SIGINT end this process at once with exit code 0, because there is nothing to drain yet.
 
     SIGHUP and SIGUSR2 are recorded for `send_again`.
     """
@@ -27,7 +27,7 @@ def remember() -> None:
 
 
 def end_at_once() -> None:
-    """From now on SIGTERM and SIGINT end this process at once with exit code 0."""
+    """From now on, SIGTERM and SIGINT end this process at once with exit code 0."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end)
 

@@ -1,6 +1,6 @@
-"""Signals of the process, and its replacement by a successor without a gap.
+"""Handles the signals of the process, and replaces the process by a successor without refusing a connection.
 
-On SIGUSR2 this process starts the same command again with its listening sockets, and goes on serving. The successor
+On SIGUSR2 this process starts the same command again with its listening sockets, and continues to serve. The successor
 loads its configuration, polls its backends, accepts on the same sockets, and then writes a byte to a pipe. Only then
 this process stops accepting and serves its open connections to the end, as nginx and Envoy do.
 """
@@ -52,7 +52,7 @@ class ProcessSignals:
             loop.add_signal_handler(number, self._on_stop, number)
 
     def take_restarts(self, drained: Callable[[], Collection[str]], *, member: bool = False) -> None:
-        """From now on SIGUSR2 starts a successor, which inherits the sockets and the result of `drained`.
+        """From now on, SIGUSR2 starts a successor, which inherits the sockets and the result of `drained`.
 
         A `member` of a cluster ignores SIGUSR2, because a successor could use neither its name nor its cluster port.
         """

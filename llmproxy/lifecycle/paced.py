@@ -1,4 +1,4 @@
-"""Spreads many calls that are due at once over several turns of the event loop."""
+"""Spreads many calls that are due at once over several iterations of the event loop."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ CALLS_SHARE = 32
 
 
 class PacedCalls:
-    """Makes calls in the order of `add`, a few in each turn of the loop.
+    """Makes calls in the order of `add`, a few in each iteration of the event loop.
 
-    Each call starts or ends a request, which takes up to half a millisecond. Thousands may be added at once, and other
-    work of the loop must run in between.
+    Each call starts or ends a request, which takes up to half a millisecond. Thousands of calls may be added at once,
+    and other work of the loop must run in between.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,9 @@ class PacedCalls:
         self._taken = 0
 
     def take(self) -> bool:
-        """Returns whether the caller may make its call now, and if so, counts it. If not, pass the call to `add`."""
+        """Returns whether the caller may make its call now, and if so, counts the call. If not, pass the call to
+        `add`.
+        """
         if self._calls or self._taken >= CALLS:
             return False
         if not self._taken:
@@ -35,7 +37,7 @@ class PacedCalls:
         self._taken = 0
 
     def add(self, call: Callable[[], object]) -> None:
-        """Make `call` in a later turn. It must not raise."""
+        """Makes `call` in a later iteration of the event loop. `call` must not raise."""
         if not self._calls:
             asyncio.get_running_loop().call_soon(self._make_some)
         self._calls.append(call)

@@ -102,7 +102,7 @@ class Sockets:
         return list(dict.fromkeys(address for one in sockets for address in _served(one)))
 
     def serving(self) -> None:
-        """Close unused inherited sockets, and tell the predecessor to shut down. Call it when all sockets listen."""
+        """Closes unused inherited sockets, and tells the predecessor to shut down. Call it when all sockets listen."""
         for sockets in self._inherited.values():
             for one in sockets:
                 one.close()

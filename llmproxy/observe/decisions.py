@@ -88,7 +88,7 @@ class DecisionLog(LineWriter[RequestExit]):
 
 
 def _ends_in_mid_line(file: FileIO) -> bool:
-    """True if the last line is incomplete, as after a full disk."""
+    """Returns whether the last line of the file is incomplete, as after a full disk."""
     if not file.seek(0, 2):
         return False
     file.seek(-1, 2)

@@ -121,7 +121,7 @@ class RequestExit(Struct, kw_only=True, omit_defaults=True):
         self.handover_s = None if began_s is None else began_s - prefill.ended_s
 
     def later(self, by_s: float) -> RequestExit:
-        """Return a copy with all instants `by_s` seconds later, to convert between clocks."""
+        """Returns a copy with all points in time moved by `by_s` seconds, to convert between clocks."""
 
         def moved(at_s: float | None) -> float | None:
             return None if at_s is None else at_s + by_s
@@ -142,7 +142,7 @@ class RequestExit(Struct, kw_only=True, omit_defaults=True):
 
     @property
     def ended_s(self) -> float | None:
-        """When the request ended, on the scheduler's clock."""
+        """The time when the request ended, on the scheduler's clock."""
         return None if self.arrived_s is None else self.arrived_s + self.duration_s
 
     @property

@@ -47,7 +47,7 @@ class Field(NamedTuple):
 
 
 def why_fields(why: GrantReason) -> dict[str, Any]:
-    """The reasons of a grant as log fields. Bands are integers."""
+    """Returns the reasons of a grant as log fields. Bands are integers."""
     return {
         "waiting": {str(level): waiting for level, waiting in why.waiting},
         "flows": why.flows,

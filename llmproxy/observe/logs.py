@@ -88,8 +88,9 @@ def configure(log_format: str, log_level: str, stream: TextIO | None = None) -> 
 
 @contextmanager
 def heard_by(listener: Listener) -> Iterator[None]:
-    """Within this context, `listener` gets the level, name and fields of each line from `info` on, except lines of
-    requests."""
+    """Within this context, `listener` gets the level, name and fields of each log line from level `info` on, except
+    lines of requests.
+    """
     _listeners.append(listener)
     try:
         yield
@@ -98,7 +99,7 @@ def heard_by(listener: Listener) -> Iterator[None]:
 
 
 def _heard_at(level: int, _logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
-    """Pass a line to the listeners, and drop it if it is below the level of the log."""
+    """Passes a line to the listeners, and drops it if it is below the level of the log."""
     if event["event"] != EXIT_EVENT and LEVELS.get(method, LEVELS["error"]) >= LEVELS["info"]:
         for listener in _listeners:
             listener(method, str(event["event"]), event)
@@ -176,7 +177,9 @@ class _WallClock:
 
 
 class _Render(Protocol):
-    """The last processor of structlog, which makes the line of an event. `exit` is a shortcut for finished requests."""
+    """The last processor of structlog, which makes the text of a log line. `exit` is a shortcut for finished
+    requests.
+    """
 
     def __call__(self, logger: WrappedLogger, method: str, event: EventDict, /) -> str: ...
 
@@ -264,7 +267,7 @@ class _StandardError(LineWriter[bytes]):
         return line
 
     def _failed(self, error: OSError) -> None:
-        """Does nothing: there is nowhere else to report the error."""
+        """Does nothing, because the error cannot be reported elsewhere."""
 
     def _resumed(self, lost: int) -> None:
         _log.warning("log_lines_lost", lines=lost, hint="the reader of the log did not read")

@@ -51,7 +51,7 @@ class QueueState:
 
 @dataclass(frozen=True, slots=True)
 class BackendState:
-    """A backend at the moment of a scrape. A value that is read from the engine is None until it was read."""
+    """A backend at the moment of a scrape. A value from the engine is None until its metrics have been read."""
 
     backend: str
     in_flight: int
@@ -218,7 +218,7 @@ def _gauge(name: str, text: str, label: str, values: Iterable[tuple[str, float |
 
 
 def _most(blocked: Mapping[str, int]) -> Iterator[tuple[str, int]]:
-    """Each limit with its count, the largest first; limits beyond LABELS_MAX are summed up as `other`."""
+    """Yields each limit with its count, the largest first. Limits beyond LABELS_MAX are summed up as `other`."""
     ordered = sorted(blocked.items(), key=lambda one: (-one[1], one[0]))
     named = LABELS_MAX - 1
     yield from ordered[:named]
@@ -284,7 +284,7 @@ def _result(ok: bool) -> str:
 
 
 class Metrics:
-    """The metrics of one process, in a registry of their own. `state` is called by every scrape, on its thread."""
+    """The metrics of one process, in a separate registry. Every scrape calls `state`, on the thread of the scrape."""
 
     def __init__(self, state: Callable[[], LiveState]) -> None:
         # The library would add a time of creation to every series, a third more lines of no use.
@@ -331,11 +331,11 @@ class Metrics:
         self._counts["poll_failures_total"][backend, trouble.value] += 1
 
     def adapter_changed(self, backend: str, action: str, ok: bool) -> None:
-        """Count one order to a backend to `load` or `unload` an adapter; `ok` is True if the backend carried it out."""
+        """Counts one request to a backend to `load` or `unload` an adapter. `ok`: the backend carried it out."""
         self._counts["adapter_changes_total"][backend, action, _result(ok)] += 1
 
     def reloaded(self, ok: bool) -> None:
-        """Count one reload of the configuration; `ok` is True if the new one is in use."""
+        """Counts one reload of the configuration. `ok`: the new configuration is in use."""
         self._counts["config_reloads_total"][_result(ok),] += 1
         self._reload_ok.set(ok)
         if ok:
@@ -346,11 +346,13 @@ class Metrics:
         self._starts[self._pool(pool),].observe(took_s)
 
     def looked(self, source: str, ok: bool) -> None:
-        """Count one look at a source of backends."""
+        """Counts one query of a source of backends."""
         self._counts["discovery_lookups_total"][source, _result(ok)] += 1
 
     def forget_backend(self, backend: str) -> None:
-        """Drop the series of a removed backend. Otherwise they grow without limit as addresses come and go."""
+        """Drops the series of a removed backend. Otherwise the number of series would grow without limit as addresses
+        change.
+        """
         for series in self._series.values():
             for labels in [labels for labels in series if series.labels[:1] == ("backend",) and labels[0] == backend]:
                 del series[labels]
@@ -372,7 +374,7 @@ class Metrics:
         self._counts["log_lines_lost_total"][()] += lines
 
     def decided(self, seconds: float) -> None:
-        """Note how long one decision pass took."""
+        """Records how long one scheduling pass took."""
         self._decision.observe(seconds)
 
     def page(self) -> bytes:

@@ -51,7 +51,7 @@ class LineWriter(ABC, Generic[Line]):
 
     @abstractmethod
     def _resumed(self, lost: int) -> None:
-        """Called on the thread when lines can be written again; `lost` lines were dropped."""
+        """Called on the thread when lines can be written again. `lost` is the number of dropped lines."""
 
     def start(self) -> None:
         self._thread.start()

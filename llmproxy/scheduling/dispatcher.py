@@ -1,4 +1,4 @@
-"""The asyncio shell of the core: runs scheduling passes, hands out leases, cancels and drains."""
+"""Runs the core on an event loop: runs scheduling passes, hands out leases, cancels and drains."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _Waiter:
 
 @dataclass(slots=True)
 class _Unresolved:
-    """A model name that no backend lists yet."""
+    """A model name that no backend lists yet, and the requests that wait for it."""
 
     # Requests that wait for the name.
     requests: int = 0
@@ -57,8 +57,8 @@ class _Unresolved:
 class Dispatcher:
     """Passes events to the core and carries out its decisions, on one event loop.
 
-    All events of a turn of the loop are decided in one pass. A request that arrives while no other request waits and no
-    pass is due is decided at once.
+    All events of one iteration of the event loop are decided in one scheduling pass. A request that arrives while no
+    other request waits and no pass is due is decided at once.
     """
 
     pools: Pools
@@ -144,7 +144,9 @@ class Dispatcher:
         return lease
 
     def _abandon(self, waiter: _Waiter) -> None:
-        """Cancel a request whose client left while it waited, or in the turn of its grant."""
+        """Cancels a request whose client left while it waited, or in the iteration of the event loop that granted
+        it.
+        """
         request, granted = waiter.request, waiter.granted
         if request.id in self._waiting:
             del self._waiting[request.id]
@@ -197,11 +199,13 @@ class Dispatcher:
             self._decide_soon()
 
     def ended(self, request: Request, met: bool | None) -> None:
-        """See `Pools.ended`."""
+        """Records the end of a request. `met`: whether its objective was met; None without an objective or if the
+        client left.
+        """
         self.pools.ended(request, met, _now())
 
     def cached(self, grant: Grant, hashes: Sequence[int]) -> None:
-        """See `Pools.cached`."""
+        """Records that a backend has cached the prompt and the answer of an ended lease, given as block hashes."""
         self.pools.cached(grant.request.pool, grant.lease, grant.placed.backend, hashes)
 
     async def resolve(
@@ -292,7 +296,7 @@ class Dispatcher:
         self._decide_soon()
 
     def expects_backends(self, expected: bool) -> None:
-        """Set whether discovery may still add backends, so that an unknown model name may appear."""
+        """Records whether discovery may still add backends, so that a backend for an unknown model name may appear."""
         self.pools.catalogue.expecting = expected
         self.reconsider()
 
@@ -311,7 +315,7 @@ class Dispatcher:
     # --- decisions ----------------------------------------------------------------------------------------------------
 
     def decide_until(self, until_s: float, shard: str = DEFAULT) -> None:
-        """See `Pools.decide_until`."""
+        """Stops decisions about a shard at `until_s`, because another process may decide from then on."""
         self.pools.decide_until(until_s, shard)
         self._decide_soon()
 
@@ -413,7 +417,7 @@ class Dispatcher:
         return len(self.pools.backends[backend].bookings) + len(self._direct.get(backend, ()))
 
     def _is_empty(self, backend: str) -> bool:
-        """Whether nothing is in flight on a backend, and it keeps no prompt for another backend."""
+        """Returns whether nothing is in flight on a backend, and it keeps no prompt for another backend."""
         return not self.in_flight(backend) and self.pools.backends[backend].kv_pinned_until_s(_now()) is None
 
     def close(self) -> None:

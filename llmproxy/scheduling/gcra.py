@@ -86,7 +86,7 @@ def script_arguments(
 
 
 def parse_result(said: object, asks: int) -> list[tuple[float, int]]:
-    """Parses the result of the script: (seconds to wait, place of the rate in the ask) for each ask.
+    """Parses the result of the script: for each ask, the seconds to wait and which of its rates is used up.
 
     Raises StoreError for any other result.
     """

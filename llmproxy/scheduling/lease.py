@@ -1,4 +1,4 @@
-"""Leases: the right to use a backend for an attempt, and the protocols of their lender."""
+"""Leases: the right to use a backend for an attempt, and the interfaces of the objects that grant them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llmproxy.core.lease_events import LeaseEvent, Returned
 
 
 class Lender(Protocol):
-    """Lends leases."""
+    """Grants leases."""
 
     async def wait(self, request: Request, excluded: frozenset[str], entry: AdmissionKind) -> Lease: ...
 
@@ -65,7 +65,7 @@ class Lease(Struct, eq=False):
         return self.grant.placed.backend
 
     def cut(self, *, revoked: bool) -> None:
-        """Ask the holder to end the attempt."""
+        """Asks the code that uses the lease to end the attempt."""
         self.revoked, self.preempted = self.revoked or revoked, self.preempted or not revoked
         if self.on_cut is not None:
             self.on_cut()

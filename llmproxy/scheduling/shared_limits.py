@@ -56,7 +56,7 @@ class Store(Protocol):
     """Runs scripts atomically; see `ValkeyServer`."""
 
     async def run(self, script: str, keys: Sequence[str | bytes], *given: str | bytes | float) -> object:
-        """Raises StoreError."""
+        """Runs a script with these keys and arguments, and returns its result. Raises StoreError."""
 
     async def close(self) -> None: ...
 
@@ -104,8 +104,9 @@ class SharedLimits:
 
     @classmethod
     def from_config(cls, config: Config) -> SharedLimits | None:
-        """Returns the limits of a configuration, None if limits are not shared. Raises ConfigError; see
-        `ValkeyServer`."""
+        """Returns the limits of a configuration; None if limits are not shared. Raises ConfigError if the client
+        library is missing or the URL is invalid.
+        """
         chosen = config.shared_limits
         if chosen.store is None:
             return None
@@ -155,7 +156,9 @@ class SharedLimits:
             raise Refused(Outcome.REJECTED_LIMITS_UNAVAILABLE, message, RETRY_S)
 
     def admit(self, request: Request, now: float) -> None:
-        """See `Rates.admit`. `reserve` charged the request before, unless the store was away."""
+        """Records a request that `reserve` has charged. If the store is away, this proxy's share of the limits
+        applies.
+        """
         charge = self._charges.get(request.id)
         if charge is not None:
             charge.entered = True
@@ -163,7 +166,7 @@ class SharedLimits:
             self._alone.admit(request, now)
 
     def used(self, request: Request, tokens: float, now: float) -> None:
-        """See `Rates.used`."""
+        """Charges the tokens of one attempt. The first call for a request replaces its expected tokens."""
         charge = self._charges.get(request.id)
         if charge is not None:
             self._correct(charge, 0.0, tokens - (0.0 if charge.corrected else charge.tokens))
@@ -172,7 +175,9 @@ class SharedLimits:
             self._alone.used(request, tokens, now)
 
     def ended(self, request: Request, now: float) -> None:
-        """See `Rates.ended`. A request that never entered the waiting room is refunded as a whole."""
+        """Refunds expected tokens that were never used. A request that never entered the waiting room is refunded as a
+        whole.
+        """
         charge = self._charges.pop(request.id, None)
         if charge is not None:
             self._correct(charge, 0.0 if charge.entered else -1.0, 0.0 if charge.corrected else -charge.tokens)

@@ -183,7 +183,7 @@ def _in_words(error: OSError) -> str:
 
 
 async def _send(connection: BackendConnection, head: bytes, body: Body, size_bytes: int) -> HttpExchange:
-    """Send a request. Returns the exchange once the head of the response has arrived."""
+    """Sends a request. Returns the exchange once the head of the response has arrived."""
     exchange = connection.begin()
     try:
         await connection.send(head, body, size_bytes)

@@ -47,7 +47,7 @@ class BackendConnection(asyncio.Protocol):
         name: The base URL, for messages.
         on_free: Called when the connection may carry another exchange.
         on_lost: Called when the connection has ended.
-        failures: Reports lost connections to their exchanges, a few in each turn of the loop.
+        failures: Reports lost connections to their exchanges, a few in each iteration of the event loop.
     """
 
     __slots__ = (
@@ -140,8 +140,9 @@ class BackendConnection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def abort(self) -> None:
-        """Cut the connection at once. `close` of a transport would wait for ever for a hanging peer to read the
-        buffer."""
+        """Cuts the connection at once. `close` of a transport would wait for ever for a hanging peer to read the
+        buffered bytes.
+        """
         self._exchange = None
         if self._transport is not None:
             self._transport.abort()
@@ -261,7 +262,7 @@ class BackendConnection(asyncio.Protocol):
 
 
 class HttpExchange:
-    """A response; see `port.Exchange`."""
+    """A response in progress: its head, its body, and its end."""
 
     __slots__ = (
         "_broken", "_buffered", "_buffered_bytes", "_connection", "_sink", "_sink_error", "_woken", "ended", "headers",
@@ -382,7 +383,7 @@ class HttpExchange:
         self._wake()
 
     def failed(self, kind: Callable[[str], UpstreamBroken], why: str) -> None:
-        """The response was cut short: readers get an exception of this kind."""
+        """Ends a response that was cut short. Readers get an exception of this kind."""
         if self._broken is not None:
             return
         name = self._connection.name if self._connection is not None else ""

@@ -66,7 +66,7 @@ class Exchange(Protocol):
         """
 
     def halt(self) -> None:
-        """End `flow` from within its sink. The rest of the body is read by `chunk`."""
+        """Ends `flow` from within its sink. The rest of the body is read by `chunk`."""
 
     @property
     def ended(self) -> bool:

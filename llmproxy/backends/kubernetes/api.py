@@ -22,7 +22,8 @@ BUFFER_BYTES = 4 << 20
 
 class ApiError(Exception):
     """The API server refused a request, or did not answer. `status` is 0 without an answer. `cut` is True if the
-    connection broke during the answer."""
+    connection broke during the answer.
+    """
 
     def __init__(self, why: str, status: int = 0, *, cut: bool = False) -> None:
         super().__init__(why)
@@ -48,7 +49,9 @@ class KubernetesApi:
 
     @asynccontextmanager
     async def get(self, path: str, query: Mapping[str, str], silence_s: float) -> AsyncIterator[aiohttp.StreamReader]:
-        """Stream the body of an answer 200. Raises ApiError before the first byte, and while the body is read."""
+        """Streams the body of a response with status 200. Raises ApiError before the first byte, and while the body is
+        read.
+        """
         server, begun = self._server(), False
         try:
             async with self._opened().get(
@@ -66,7 +69,7 @@ class KubernetesApi:
             raise ApiError(f"the API server {server} cannot be asked: {str(error) or repr(error)}", cut=begun) from None
 
     async def send(self, method: str, path: str, content: object = None) -> Any:
-        """Return the JSON of an answer. Raises ApiError, also for an error status."""
+        """Returns the JSON of a response. Raises ApiError, also for an error status."""
         server = self._server()
         try:
             async with self._opened().request(

@@ -1,6 +1,6 @@
-"""Converts Kubernetes objects to backends. Pure: the same objects in any order give the same backends.
+"""Converts Kubernetes objects to backends. The functions are pure, and the order of the objects does not matter.
 
-Terminating pods are no backends: they get no new requests, and their streams end in their own time.
+A terminating pod is left out: the proxy sends it no new requests, and its streams end by themselves.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def _ignored(name: str, why: str) -> None:
 
 
 class UnclearPortError(Exception):
-    """There are several ports, or none has the wanted number or name."""
+    """An endpoint has several ports, or no port with the wanted number or name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Makes the backends of one source, each like `template`."""
+    """Makes the backends of one source. Each backend has the settings of `template`."""
 
     template: BackendConfig
     scheme: str
@@ -74,10 +74,10 @@ class Place:
 
 
 def service_backends(place: Place, slices: Iterable[EndpointSlice], refuse: Refuse = _ignored) -> list[Instance]:
-    """The servers behind a Service. Raises UnclearPortError if no server is left because of its ports.
+    """Returns the servers behind a Service. Raises UnclearPortError if all servers are left out because of their ports.
 
-    An address may be in two slices for a moment, and a dual-stack pod is in a slice of each family. Of several entries
-    for a server, the best state counts, then the IPv4 address.
+    During a change, an address may be in two slices, and a dual-stack pod is in a slice of each address family. Of
+    several entries for a server, the entry with the best state counts, then the entry with the IPv4 address.
     """
     found: dict[tuple[str, int], tuple[bool, Instance]] = {}
     unclear: UnclearPortError | None = None
@@ -112,8 +112,9 @@ TCP = (None, "TCP")
 
 
 def _state(endpoint: Endpoint) -> tuple[bool, bool]:
-    """Whether the endpoint is ready, and whether it is terminating. Missing conditions mean ready and not terminating
-    (KEP-1672)."""
+    """Returns whether the endpoint is ready, and whether it is terminating. Missing conditions mean ready and not
+    terminating (KEP-1672).
+    """
     conditions = endpoint.conditions
     return conditions.ready is not False, bool(conditions.terminating)
 
@@ -124,7 +125,7 @@ def _worse(state: tuple[bool, Instance]) -> tuple[bool, bool, bool, str]:
 
 
 def pod_backends(place: Place, pods: Iterable[Pod], refuse: Refuse = _ignored) -> list[Instance]:
-    """The servers of these pods. Raises UnclearPortError if no server is left because of its ports."""
+    """Returns the servers of these pods. Raises UnclearPortError if all servers are left out because of their ports."""
     found: list[Instance] = []
     unclear: UnclearPortError | None = None
     for pod in filter(_serves, pods):
@@ -145,7 +146,7 @@ def pod_backends(place: Place, pods: Iterable[Pod], refuse: Refuse = _ignored) -
 
 
 def pool_backends(place: Place, pool: InferencePool, pods: Iterable[Pod], refuse: Refuse = _ignored) -> list[Instance]:
-    """The servers of an InferencePool: each pod is a server at each target port that its annotation allows."""
+    """Returns the servers of an InferencePool: each pod is a server at each target port that its annotation allows."""
     numbers = [port.number for port in pool.spec.target_ports if port.number]
     found = []
     for pod in filter(_serves, pods):

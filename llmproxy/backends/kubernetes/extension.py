@@ -1,9 +1,9 @@
 """Converts objects of the Gateway API Inference Extension to entries of the configuration.
 
-Pure: the same objects in any order give the same entries. An InferenceObjective becomes an objective whose band is its
-priority. A rule of an InferenceModelRewrite becomes an alias for each name that it matches. A rule without matches
-becomes an alias for every other name. If several objects define a name, the oldest object counts; of equally old
-objects, the first by name; within an object, the first rule.
+The functions are pure, and the order of the objects does not matter. An InferenceObjective becomes an objective whose
+band is its priority. A rule of an InferenceModelRewrite becomes an alias for each name that the rule matches. A rule
+without matches becomes an alias for every other name. If several objects define a name, the oldest object counts; of
+equally old objects, the first by name; within an object, the first rule.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class WrongObjectError(Exception):
 
 
 def entries_of(objects: Iterable[tuple[str, CustomObject]], pools: Collection[tuple[str, str]]) -> Entries:
-    """The entries of these objects (kind, object) for `pools` (namespace, name).
+    """Returns the configuration entries of these objects (kind, object) for `pools` (namespace, name).
 
-    Of two objects with the same kind, namespace and name, for example in an old and a new group, the first counts. An
-    invalid object is left out as a whole, and is among the problems.
+    Of two objects with the same kind, namespace and name, for example in an old and a new API group, the first counts.
+    An invalid object is left out as a whole, and is listed in the problems of the result.
     """
     found: dict[tuple[str, str, str], CustomObject] = {}
     for kind, one in objects:
@@ -107,7 +107,7 @@ def _models(spec: RewriteSpec) -> list[ModelConfig]:
 
 
 def _targets(rule: RewriteRule, place: str) -> dict[str, float]:
-    """The targets of a rule with their weights; equal weights if it gives none."""
+    """Maps the targets of a rule to their weights. The weights are equal if the rule gives none."""
     given = rule.targets or []
     if not given:
         raise WrongObjectError(f"{place} is empty")

@@ -41,7 +41,7 @@ class _Collection:
 
     @property
     def absent(self) -> bool:
-        """True if the cluster does not know the kind: the extension is optional."""
+        """Whether the cluster lacks this kind of object, which is possible because the extension is optional."""
         return self.watched.status == 404
 
     @property
@@ -50,7 +50,8 @@ class _Collection:
 
 
 class ExtensionObjects:
-    """Passes the entries of the objects to `take` at every change, from `reconfigure` until `close`.
+    """Watches the extension's objects, and passes their entries to `take` at every change, from `reconfigure` until
+    `close`.
 
     `awaited` is True while unread objects may still define names of models. `on_answer` is called when `awaited` may
     have changed. `answered` is set once each collection was read or failed, and cleared when the pools change.
@@ -70,7 +71,7 @@ class ExtensionObjects:
         self._task: asyncio.Task[None] | None = None
 
     def reconfigure(self, config: Config) -> None:
-        """Watch the objects of the configured pools. The former entries stay in use until the new objects are read."""
+        """Watches the objects of the configured pools. The old entries stay in use until the new objects are read."""
         urls = (PodsUrl.of(backend.url) for backend in config.backends if backend.url.startswith(KUBERNETES))
         pools = frozenset((url.namespace, url.name) for url in urls if url.kind == INFERENCE_POOL)
         definition = config.discovery.kubernetes_api, pools

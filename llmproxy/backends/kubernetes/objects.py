@@ -103,7 +103,9 @@ class InferencePool(Struct, frozen=True):
 
 
 class CustomObject(Struct, frozen=True):
-    """An object with an undecoded `spec`, so that an invalid object does not hide the others."""
+    """A custom object whose `spec` is not decoded yet, so that one invalid object does not make the whole list
+    unreadable.
+    """
 
     metadata: Metadata
     spec: Any = None
@@ -116,7 +118,7 @@ class PoolRef(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PoolRefs(Struct, rename="camel", frozen=True):
-    """The InferencePools that an object is for; other fields are ignored."""
+    """The InferencePools that an object refers to."""
 
     pool_ref: PoolRef | None = None
     pool_refs: list[PoolRef] | None = None
@@ -146,7 +148,7 @@ class TargetModel(Struct, rename="camel", frozen=True, forbid_unknown_fields=Tru
 
 
 class RewriteRule(Struct, frozen=True, forbid_unknown_fields=True):
-    """Without matches, the rule is for every model."""
+    """A rule of an InferenceModelRewrite. A rule without matches applies to every model."""
 
     matches: list[Match] | None = None
     targets: list[TargetModel] | None = None

@@ -29,7 +29,7 @@ PODS_PATH = "/api/v1/namespaces/{}/pods"
 
 
 class KubernetesSource:
-    """Each look waits for a change. Between looks the collections are watched, until `close`."""
+    """Watches the pods of a Kubernetes URL until `close`. `look` waits for the next change."""
 
     interval_s = GATHER_S
 

@@ -1,7 +1,7 @@
-"""A collection of objects, listed once and then watched for months.
+"""A collection of Kubernetes objects, listed once and then watched for months.
 
-The protocol is in Kubernetes' API concepts: list, watch from the version of the list, take the version of each event
-and bookmark, watch again from the last version when a watch ends, and list again when that version is gone (410).
+The protocol is in Kubernetes' API concepts: list; watch from the version of the list; take the version of each event
+and bookmark; watch again from the last version when a watch ends; list again when that version is gone (410).
 """
 
 from __future__ import annotations
@@ -61,15 +61,16 @@ class _Name(Struct, rename="camel", frozen=True):
 
 
 class _Unread(Struct, frozen=True):
-    """An invalid object: only its name is read."""
+    """The name of an invalid object."""
 
     metadata: _Name = _Name()
 
 
 class Watched(Generic[T]):
-    """The objects at one path of the API, kept current while `run` runs.
+    """The objects at one path of the Kubernetes API, kept current while `run` runs.
 
-    An invalid object is logged, and its last valid version stays. The objects stay while the API server is away.
+    An invalid object is logged, and its last valid version stays. All objects stay while the API server does not
+    answer.
 
     Attributes:
         objects: Maps (namespace, name) to an object; None before the first list.
@@ -141,7 +142,9 @@ class Watched(Generic[T]):
         self._on_change()
 
     async def _follow(self) -> None:
-        """Apply events until the watch ends. Raises ApiError, with the status 410 where the version is gone."""
+        """Applies events until the watch ends. Raises ApiError, with status 410 if the server no longer has the watched
+        version.
+        """
         watch = {"watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": str(WATCH_S)}
         version = {"resourceVersion": self._version or ""}
         self._following = True

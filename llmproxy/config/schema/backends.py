@@ -1,4 +1,4 @@
-"""Sections of the backends: where they are, when they are healthy, and how many it takes."""
+"""Sections about backends: their addresses, their health, and their limits."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ class BackendConfig(Section):
 
     @property
     def by_https(self) -> bool:
-        """Whether the proxy connects by TLS."""
+        """Whether the proxy connects to the backend by TLS."""
         return _by_https(self.url)
 
     @property
     def looked_up(self) -> bool:
-        """Whether DNS or Kubernetes names the servers. Each server gets this configuration."""
+        """Whether DNS or Kubernetes provides the addresses of the servers. Each server gets this configuration."""
         return self.url.startswith(LOOKED_UP)
 
 

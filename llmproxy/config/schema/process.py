@@ -123,7 +123,7 @@ class ClusterConfig(Section):
 
     @model_validator(mode="after")
     def _is_guarded(self) -> ClusterConfig:
-        """Raises ValueError for members that would trust anyone without `plaintext`."""
+        """Raises ValueError for a cluster port that would trust any client, unless `plaintext` allows that."""
         tls, listen = self.tls, self.listen
         if listen is None:
             return self
@@ -160,5 +160,7 @@ class SharedLimitsConfig(Section):
 
     @property
     def proxies(self) -> int | None:
-        """Number of proxies that divide the limits while the store is unreachable; None: requests are refused."""
+        """The number of proxies that divide the limits while the store is unreachable; None: requests are refused
+        meanwhile.
+        """
         return None if self.on_failure == CLOSED else int(self.on_failure.partition("/")[2])

@@ -77,7 +77,7 @@ class ModelConfig(Section):
 
     @property
     def stands_for(self) -> str | Mapping[str, float] | None:
-        """The name or the names behind an alias; None if the name is no alias."""
+        """The target or targets of an alias; None if the name is no alias."""
         return self.target if self.target is not None else self.targets or None
 
 

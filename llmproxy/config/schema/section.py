@@ -14,7 +14,9 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _nothing_below_is_default(cls, data: Any) -> Any:
-        """Treat null as the default of a section, list or mapping: YAML gives null if all its lines are comments."""
+        """Replaces null by the default of a section, list or mapping, because YAML gives null if all lines below a key
+        are comments.
+        """
         if not isinstance(data, dict):
             return data
         below = {name for name, field in cls.model_fields.items() if _holds_lines(field) and not may_be_null(field)}

@@ -25,9 +25,9 @@ SAME_STEP_S = 0.05
 
 
 class LongestLoad:
-    """The longest time of one kind of delay in a pool, such as the load of an adapter. It decays slowly.
+    """The longest time of one kind of delay in a pool, such as the load of an adapter. The time decays slowly.
 
-    `LoadTimesByTier` has the mean load times that a placement expects.
+    `LoadTimesByTier` has the mean load times, which a placement uses.
     """
 
     def __init__(self, guess_s: float = GUESS_S) -> None:
@@ -35,11 +35,13 @@ class LongestLoad:
         self._seen = 0
 
     def explained_s(self, loads: int) -> float:
-        """Returns the longest silence that `loads` adapter loads explain."""
+        """Returns the longest silence of a backend that `loads` adapter loads can explain."""
         return min(MOST_S, LATE * self.load_s * loads)
 
     def learn(self, took_s: float, sure: bool) -> None:
-        """Notes a load time. If not `sure`, there may have been no complete load, and only an increase counts."""
+        """Learns from a load time. If not `sure`, there may have been no complete load, so only a longer time
+        counts.
+        """
         if took_s > self.load_s:
             self.load_s = min(took_s, MOST_S / LATE)
         elif sure:
@@ -72,12 +74,14 @@ class PendingLoads:
         self._pending[lease] = now, cold
 
     def add_unseen(self, now: float) -> None:
-        """Notes a load whose end no first byte will show."""
+        """Records an adapter load whose end will not be visible, because no first byte follows."""
         until_s = max(now, self._unseen_until_s) + self._longest.explained_s(1)
         self._unseen_until_s = min(until_s, now + MOST_S)
 
     def first_byte(self, lease: int, silent_since_s: float, prompts_s: float, now: float) -> None:
-        """Notes the first byte of `lease` after a silence. Prefill explains `prompts_s` of the silence."""
+        """Records the first byte of `lease` after a silence. `prompts_s` is the part of the silence that prefill
+        explains.
+        """
         if lease not in self._pending:
             return
         booked_s, cold = self._pending[lease]
@@ -93,16 +97,18 @@ class PendingLoads:
         self.done += cold
 
     def ended(self, lease: int, now: float) -> None:
-        """Notes the end of `lease`. Without a first byte its load continues, because engines do not abort loads."""
+        """Records the end of `lease`. If it had no first byte, its load continues, because engines do not abort
+        loads.
+        """
         _, cold = self._pending.pop(lease, (now, False))
         if cold:
             self.add_unseen(now)
 
     def clear(self) -> None:
-        """Discards the pending loads, because no first byte is expected."""
+        """Discards the pending loads."""
         self._pending.clear()
 
     def explained_s(self, since_s: float) -> float:
-        """Returns how long a silence since `since_s` may last because of loads alone."""
+        """Returns how long a silence that began at `since_s` may last because of adapter loads alone."""
         unseen_s = self._unseen_until_s - since_s if self._unseen_until_s > since_s else 0.0
         return max(self._longest.explained_s(len(self._pending)), unseen_s)

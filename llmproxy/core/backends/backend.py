@@ -1,4 +1,6 @@
-"""The state of one backend: readings, own requests since then and health, combined into the `View` of policies."""
+"""The state of one backend: scraped metrics, the proxy's own requests and health, combined into the `View` that
+policies see.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,11 @@ UNREAD_MAX = 10
 
 
 class Backend:
-    """The core's state of one vLLM server. Only the scheduler that owns it changes it.
+    """The core's state of one vLLM server. Only the scheduler that owns the object changes it.
 
-    The own requests in flight are counted here, and readings correct the counts. Sequences that a reading shows beyond
-    the own ones belong to other clients and count as load. The KV usage of a reading is increased by the prompts that
-    were booked after it.
+    The proxy's own requests in flight are counted here, and scrapes correct the counts. Sequences that a scrape shows
+    beyond the own requests belong to other clients, and count as load. The KV cache usage of a scrape is increased by
+    the prompts that were sent after it.
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class Backend:
 
     @property
     def limit_divisor(self) -> int:
-        """The number n of processes that schedule independently; each may use 1/n of the batch limit."""
+        """The number n of processes that schedule independently. Each process may use 1/n of the batch limit."""
         return self._limit_divisor
 
     @limit_divisor.setter
@@ -100,13 +102,15 @@ class Backend:
 
     @property
     def up(self) -> bool:
-        """Whether polls find the backend healthy and it is not drained. It may still be ejected or full."""
+        """Whether polls find the backend healthy and no operator has drained it. The backend may still be ejected or
+        full.
+        """
         return not self.health.down and not self.health.drained
 
     def reconfigure(
         self, capacity: CapacitySettings, health: HealthSettings, ceiling_range: tuple[float, float]
     ) -> None:
-        """Applies new settings. Learned values and bookings are kept."""
+        """Applies new settings. Learned values and requests in flight are kept."""
         self._capacity = capacity
         self.health.settings = health
         self.limit.lowest_ceiling, self._highest_ceiling = ceiling_range
@@ -122,7 +126,7 @@ class Backend:
         self._changed()
 
     def replaced(self) -> None:
-        """Resets everything read from the old process, because a new process has this name.
+        """Resets all values that were read from the old process, because a new process has this name.
 
         Requests in flight on the old process continue, and count as load until they end.
         """
@@ -159,7 +163,7 @@ class Backend:
             self.limit.begin_at(known.limit, converged=known.settled)
 
     def restore(self, known: KnownLimit) -> None:
-        """Starts from a batch limit that an earlier process learned, if the first listing shows the same engine."""
+        """Sets a batch limit that an earlier process learned, if the first model list shows the same engine."""
         self._restored = known
         self._begin()
         self._changed()
@@ -174,7 +178,7 @@ class Backend:
 
     @property
     def known_limit(self) -> KnownLimit | None:
-        """Returns the learned batch limit, with which the next process begins; None if nothing was learned."""
+        """Returns the learned batch limit for the next process; None if nothing was learned."""
         known = self.limit.known
         if known is None or self._kind is None or self.reading is None:
             return None
@@ -196,12 +200,12 @@ class Backend:
         self._changed()
 
     def timed_out(self, now: float) -> None:
-        """Notes a request of a poll that was not answered in time."""
+        """Records that a request of a poll got no answer in time."""
         self.health.poll_timed_out(now)
         self._changed()
 
     def unread(self) -> None:
-        """Notes that the metrics could not be read, although the backend may publish some."""
+        """Records that the metrics could not be read, although the backend may publish some."""
         self._unread = True
 
     def observe(self, reading: Reading) -> None:
@@ -239,7 +243,7 @@ class Backend:
                 self.measured(None, fast, reading.taken_at_s)
 
     def troubled(self, trouble: Trouble) -> bool:
-        """Notes a failed poll. Returns whether the process is surely gone, and its open streams with it."""
+        """Records a failed poll. Returns whether the process is certainly gone, and its open streams with it."""
         gone = self.health.poll_failed(trouble)
         if gone:
             self._forget_process()
@@ -248,7 +252,7 @@ class Backend:
 
     @property
     def own_in_flight(self) -> int:
-        """Sequences in flight that this proxy sent."""
+        """The sequences in flight that this proxy sent."""
         return self._own.sequences
 
     @property
@@ -258,16 +262,18 @@ class Backend:
 
     @property
     def in_flight(self) -> int:
-        """Sequences in flight, including those of other clients."""
+        """The sequences in flight, including those of other clients."""
         return self._own.sequences + self._others
 
     @property
     def _in_flight_everywhere(self) -> int:
-        """As `in_flight`. Without a reading, each independent process is assumed to have as many as this process."""
+        """Returns the sequences in flight of all proxies. Without metrics, each independent proxy is assumed to have as
+        many as this proxy.
+        """
         return self.in_flight if self.reading is not None else self._own.sequences * self._limit_divisor
 
     def _proven_load(self) -> int:
-        """The number of sequences that the engine can surely run at once.
+        """Returns a number of sequences that the engine can certainly run at once.
 
         Until the backend has reached its own limit, the number that other engines of its pool have run counts too.
         """
@@ -288,7 +294,7 @@ class Backend:
         self._changed()
 
     def _waits_for_adapter(self, reading: Reading) -> bool:
-        """Returns whether requests may wait for an adapter slot, which proves nothing about the batch limit."""
+        """Returns whether requests may wait for an adapter slot. Such a queue proves nothing about the batch limit."""
         if reading.max_adapters is None or len(reading.running_adapters) < reading.max_adapters:
             return False
         return any(
@@ -296,7 +302,9 @@ class Backend:
         )
 
     def _fetching(self, reading: Reading) -> int:
-        """Returns the sequences in the engine's queue that wait for KV blocks of another backend, not for a place."""
+        """Returns how many sequences in the engine's queue wait for KV blocks of another backend, and not for a batch
+        slot.
+        """
         if not reading.deferred:
             return 0
         unstarted = (one.request for one in self.bookings.values() if not one.started)
@@ -304,10 +312,10 @@ class Backend:
         return min(answers, reading.deferred, reading.waiting)
 
     def _waits_for_batch(self, reading: Reading, visible_s: float) -> bool:
-        """Returns whether the engine's queue can only wait for places in the batch.
+        """Returns whether the requests in the engine's queue can only wait for batch slots.
 
-        For that, no prompt may be in prefill, and the KV cache must have room for each waiting prompt. Otherwise a step
-        full of prompts or a full KV cache may cause the queue, although the batch is small.
+        For that, no prompt may be in prefill, and the KV cache must have free blocks for each waiting prompt. Otherwise
+        a step full of prompts or a full KV cache may cause the queue.
         """
         if self._others or reading.kv_used is None or not reading.kv_tokens:
             return False
@@ -319,11 +327,11 @@ class Backend:
     # --- events of leases ----------------------------------------------------------------------------------------
 
     def needs_load(self, adapter: str | None) -> bool:
-        """Returns whether `adapter` probably has to be loaded."""
+        """Returns whether the engine probably has to load `adapter`."""
         return adapter is not None and adapter not in self._resident
 
     def book(self, lease: int, request: Request, now: float, held_tokens: int = 0) -> None:
-        """Books a request. `held_tokens` of its prompt are already in the KV cache and need no new room."""
+        """Adds a granted request. `held_tokens` of its prompt are already in the KV cache and need no new blocks."""
         self._own.add(lease, request, request.prompt_tokens - held_tokens, now)
         if request.adapter is not None:
             self._resident.touch(request.adapter, self.reading.max_adapters if self.reading is not None else None)
@@ -341,12 +349,12 @@ class Backend:
         self._load_changed()
 
     def pin_kv(self, request_id: str, until_s: float, now: float) -> None:
-        """Notes that the engine pins the KV blocks of a prefilled prompt until a fetch, or until `until_s`."""
+        """Records that the engine pins the KV blocks of a prefilled prompt until a fetch, or until `until_s`."""
         self.kv_pinned_until_s(now)
         self._pinned_until_s[request_id] = until_s
 
     def unpin_kv(self, request_id: str) -> None:
-        """Notes that the KV blocks of a request were fetched, or will never be fetched."""
+        """Records that the pinned KV blocks of a request were fetched, or will never be fetched."""
         self._pinned_until_s.pop(request_id, None)
 
     def kv_pinned_until_s(self, now: float) -> float | None:
@@ -363,7 +371,7 @@ class Backend:
         self.health.first_byte(lease, now)
 
     def release(self, lease: int, verdict: Verdict, now: float, *, excused: bool = False) -> None:
-        """Removes the booking of a lease that ended; for `excused` see `Health.finished`."""
+        """Removes a lease that ended. `excused`: the backend is not to blame for a failure."""
         if verdict is Verdict.BUSY:
             self.limit.refused(self._in_flight_everywhere - self.bookings[lease].request.sequences)
         self._own.remove(lease, self.reading)
@@ -374,45 +382,50 @@ class Backend:
         )
 
     def at_work(self, now: float) -> bool:
-        """Returns whether a fresh reading shows running sequences."""
+        """Returns whether a fresh scrape shows running sequences."""
         reading = self.reading
         return reading is not None and reading.running > 0 and now < reading.taken_at_s + self._capacity.stale_after_s
 
     def forgive(self, verdict: Verdict, now: float) -> None:
-        """See `Health.forgive`."""
+        """Reverts a counted failure with this verdict, because the request failed in the same way on another
+        backend.
+        """
         self._changed()
         self.health.forgive(verdict, now)
 
     def blame(self, verdict: Verdict, now: float) -> None:
-        """See `Health.blame`."""
+        """Counts a failure with this verdict, because another backend served the same request."""
         self._changed()
         self.health.blame(verdict, now)
 
     def hangs(self, hang: Hang, now: float) -> bool:
-        """Ejects the backend because it hangs, unless too many backends are ejected. Returns whether it did."""
+        """Ejects the backend because it hangs, unless too many backends are ejected. Returns whether it was ejected."""
         self._changed()
         return self.health.hangs(hang, now)
 
     def slowed(self, why: str, now: float) -> bool:
-        """Ejects the backend because it became slow, unless too many backends are ejected. Returns whether it did."""
+        """Ejects the backend because it became slow, unless too many backends are ejected. Returns whether it was
+        ejected.
+        """
         self._changed()
         return self.health.slowed(why, now)
 
     def missed(self, now: float) -> None:
-        """See `Health.missed`."""
+        """Shortens the pause of an ejection, because requests wait for a slot."""
         if self.health.missed(now):
             self._changed()
 
     def measured(self, lease: int | None, fast: bool, now: float) -> None:
-        """See `Health.measured`."""
+        """Records the measured speed of a slow backend, from the stream of `lease`, or from its engine (None)."""
         self._changed()
         self.health.measured(lease, fast, now)
 
     def unstarted(self, lease: int) -> bool:
-        """Returns whether the engine has visibly done nothing for `lease`.
+        """Returns whether the engine has certainly done nothing for `lease` yet.
 
-        This is known of a stream without a byte, and of a non-streamed request in the engine's queue: a reading younger
-        than the booking shows `n` waiting sequences, all sent by this proxy, and the request is among the newest `n`.
+        This is known of a stream without a byte. It is also known of a non-streamed request that waits in the engine: a
+        scrape after its grant shows `n` waiting sequences, all sent by this proxy, and the request is among the newest
+        `n`.
         """
         booking = self.bookings[lease]
         if booking.started or booking.request.stream:
@@ -420,7 +433,9 @@ class Backend:
         return not self._others and lease in self._own.last_waiting(self.reading)
 
     def queued(self, now: float) -> Iterator[int]:
-        """Yields the leases in the engine's queue at the last reading, the newest first; none if it is stale."""
+        """Yields the leases that waited in the engine at the last scrape, the newest first; none if the scrape is
+        stale.
+        """
         return self._own.last_waiting(self.reading) if self.view(now).waiting else iter(())
 
     def view_without(self, leases: list[int], now: float) -> View:
@@ -438,13 +453,13 @@ class Backend:
     # --- the view ------------------------------------------------------------------------------------------------
 
     def view(self, now: float) -> View:
-        """Returns the view at `now`. It is cached until an event or the clock changes it."""
+        """Returns the view at `now`. The view is cached until an event or the clock changes it."""
         if self._view is None or now >= self._view_until_s:
             self._view = self._make_view(now)
         return self._view
 
     def changes_at(self, now: float) -> float | None:
-        """Returns when room may appear without an event; None if only an event can free room."""
+        """Returns when a slot may become free without an event; None if only an event can free one."""
         if self._view is None or now >= self._view_until_s:
             self.view(now)
         return None if self._changes_s == inf else self._changes_s
@@ -454,7 +469,7 @@ class Backend:
         self._view = self._outline = None
 
     def _load_changed(self, *, alone: bool = True) -> None:
-        """Discards the cached view, but keeps its outline if only the load changed (`alone`)."""
+        """Discards the cached view. If only the load changed (`alone`), the cached parts without the load are kept."""
         self._view = None
         # A lease that begins or ends normally changes the outline only in these cases.
         if not alone or self.health.ejected or (self.reading is not None and self.reading.deferred):
@@ -477,7 +492,7 @@ class Backend:
         )
 
     def _make_outline(self, now: float) -> View:
-        """Returns the view without the own load. It is expensive to make and valid for longer than the view."""
+        """Returns the view without the proxy's own load. This part is expensive to make and stays valid for longer."""
         health, capacity, reading = self.health, self._capacity, self.reading
         until_s = health.changes_at(now) or inf
         others, waiting, kv_used = 0, 0, 0.0

@@ -1,4 +1,4 @@
-"""The batch limit of an engine, configured or learned from its gauges, because vLLM does not publish it."""
+"""The batch limit of an engine, configured or learned from its metrics, because vLLM does not publish the limit."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ RESERVE_FROM = 4
 
 @lru_cache(maxsize=1_024)
 def slots_under(limit: int, ceiling: float, look_ahead: int, highest: float = 1.0) -> int:
-    """Returns the number of sequences to which a band with `ceiling` may fill a backend.
+    """Returns the number of sequences up to which a band with `ceiling` may fill a backend.
 
     `highest` is the ceiling of the highest band. Only bands with ceiling 1.0 get the look-ahead. Rounding to the
-    nearest integer keeps small batches usable, but could give two bands the same slots. So from RESERVE_FROM on, a band
-    below the highest gets at least one slot less.
+    nearest integer keeps small batches usable, but could give two bands the same number. So from a limit of
+    RESERVE_FROM on, a band below the highest gets at least one slot less.
     """
     if ceiling >= 1.0:
         return limit + look_ahead
@@ -40,24 +40,24 @@ def slots_under(limit: int, ceiling: float, look_ahead: int, highest: float = 1.
 
 
 class BatchLimit:
-    """The number of sequences that an engine runs at once, as far as it is known.
+    """Learns the number of sequences that an engine runs at once.
 
-    Growth: the limit starts at `start` and doubles while the engine runs all sequences and none waits.
+    Growth: the limit starts at `start`, and doubles while the engine runs all its sequences and none waits.
 
-    Convergence: the limit converges on a plateau when sequences keep waiting while the running sequences no longer
-    increase. From then on it grows by a quarter.
+    Convergence: if sequences keep waiting while the number of running sequences no longer increases, this number is a
+    *plateau*, and becomes the limit. From then on, the limit grows by a quarter.
 
-    Trials: the cause of a plateau (long prompts, a full KV cache) may pass. So after some readings without a queue, one
-    sequence more than the plateau is tried; the number of readings doubles while trials find the same plateau. A trial
-    ends with the first reading that shows a queue without more running sequences, because the extra sequence waits in
-    the engine's queue ahead of all later requests, critical ones included.
+    Trials: the cause of a plateau (long prompts, a full KV cache) may pass. So after some scrapes without waiting
+    sequences, one sequence more than the plateau is tried. The number of scrapes doubles while trials find the same
+    plateau. A trial ends with the first scrape that shows a waiting sequence and no more running sequences, because the
+    extra sequence waits in the engine ahead of all later requests, critical ones included.
 
-    Cap: `fixed` is a configured maximum. The engine's queue may prove a lower limit.
+    Cap: `fixed` is a configured maximum. Waiting sequences may prove a lower limit.
 
-    A limit counts as used when it is filled to `lowest_ceiling`, because traffic of low bands alone fills a backend no
-    further. A plateau that only the batch explains is "proven" to be the engine's own limit. A larger limit is then
-    tried only after the longest calm, and only by bands that may fill the proven limit. The running sequences of a
-    reading must confirm the load, because the gauges of a frozen engine show no queue.
+    The limit counts as used when the engine is filled to `lowest_ceiling`, because traffic of low bands alone fills it
+    no further. If nothing but the size of the batch explains a plateau, the plateau is *proven* to be the engine's own
+    limit. A larger limit is then tried only after the longest pause, and only by bands that may fill the proven limit.
+    A scrape must show the sequences running, because the metrics of a frozen engine show no waiting sequences.
     """
 
     def __init__(self, fixed: int | None, start: int, lowest_ceiling: float = 1.0) -> None:
@@ -68,7 +68,7 @@ class BatchLimit:
         self.forget()
 
     def forget(self) -> None:
-        """Resets everything, because another engine has the backend's name."""
+        """Forgets everything, because another engine has the backend's name."""
         self._plateau: int | None = None
         self._proven = False
         self._converged_at = self._ran_most = self._ran_freely = self._calm = self._proofs = 0
@@ -79,16 +79,16 @@ class BatchLimit:
         self.value = self._cap if self._cap is not None else self._start
 
     def restarted(self) -> None:
-        """Discards the evidence of the old process, because a new process may run fewer or more sequences."""
+        """Discards the evidence about the old process, because a new process may run fewer or more sequences."""
         self._ran_most = self._calm = 0
         self._calm_needed = CALM_READINGS_MIN
         self._proven, self._proofs = False, 0
         self._waited.clear()
 
     def begin_at(self, limit: int, *, converged: bool) -> None:
-        """Starts from a published or restored limit, unless a limit is configured or was learned from the gauges.
+        """Sets a published or restored limit, unless a limit is configured or was learned from metrics.
 
-        `converged`: the engine is known to run no more than `limit`. The gauges may correct it later.
+        `converged`: the engine is known to run no more than `limit`. The metrics may correct the limit later.
         """
         if self._cap is not None:
             self._beginning = limit, converged
@@ -115,18 +115,18 @@ class BatchLimit:
 
     @property
     def proven(self) -> bool:
-        """Whether the limit is configured, or proven to be the engine's own."""
+        """Whether the limit is configured, or proven to be the engine's own limit."""
         return self._cap is not None or (self._plateau is not None and self._proven)
 
     @property
     def known(self) -> tuple[int, bool] | None:
-        """The arguments of a later `begin_at` for this engine; None if nothing was learned."""
+        """Returns the arguments of `begin_at` for the next process with this engine; None if nothing was learned."""
         if self._cap is not None or (not self._converged_at and self.value <= self._start):
             return None
         return (self._plateau, True) if self._plateau is not None and self._proven else (self.value, False)
 
     def cap(self, fixed: int | None) -> None:
-        """Changes the configured limit. Learned values below it are kept."""
+        """Changes the configured limit. Learned values below the new limit are kept."""
         if fixed == self._cap:
             return
         self._cap = fixed
@@ -143,11 +143,11 @@ class BatchLimit:
     def observe(
         self, running: int, waiting: int, load: int, *, proven: bool = False, pool: Exploration | None = None
     ) -> None:
-        """Learns from a reading.
+        """Learns from a scrape.
 
         Args:
             load: Sequences in flight, approximately.
-            proven: Waiting sequences can only wait for a place in the batch.
+            proven: Nothing but the size of the batch explains why sequences wait.
             pool: Bounds the growth.
         """
         self._ran_most = max(self._ran_most, running)
@@ -175,9 +175,9 @@ class BatchLimit:
             self._grow(running, load, pool)
 
     def unpublished(self, load: int) -> None:
-        """Raises the limit of a healthy backend without metrics, whose initial limit would otherwise never grow.
+        """Raises the limit of a healthy backend without metrics, because its initial limit would otherwise never grow.
 
-        After a refusal the limit grows as it does with gauges. All `load` sequences in flight count as running.
+        After a refusal the limit grows as it does with metrics. All `load` sequences in flight count as running.
         """
         if not self._converged_at:
             if self._cap is None:
@@ -189,9 +189,9 @@ class BatchLimit:
     def refused(self, load: int) -> None:
         """Lowers the limit after the engine refused a request as busy, with `load` other sequences in flight.
 
-        Without a trial in progress the engine accepts less than before, perhaps for a moment, so the next trial comes
-        after the shortest calm. From there the limit doubles up to the old plateau, as TCP's congestion window does up
-        to its threshold (slow start, RFC 5681). Of several refusals in a burst, the last ones show the lowest load.
+        If no trial is in progress, the engine accepts less than before, perhaps for a moment, so the next trial comes
+        after the shortest pause. From there the limit doubles up to the old plateau, as TCP's congestion window does up
+        to its threshold (slow start, RFC 5681). Of several refusals in a burst, the last show the lowest load.
         """
         self._calm = 0
         plateau = max(1, min(self.value, load))
@@ -204,7 +204,9 @@ class BatchLimit:
                 self._calm_needed = CALM_READINGS_MIN
 
     def _used_from(self) -> int:
-        """Returns the load from which the limit counts as used: all of a proven limit, else the lowest band's slots."""
+        """Returns the load from which the limit counts as used: all of a proven limit, else the slots of the lowest
+        band.
+        """
         if self._proven or self.lowest_ceiling >= 1.0:
             return self.value
         return max(1, min(slots_under(self.value, self.lowest_ceiling, 0), self.value - 1))
@@ -263,11 +265,12 @@ class PoolMember(Protocol):
 
 
 class Exploration:
-    """Lets the limit of at most one engine of a pool grow beyond the largest batch that ran.
+    """Ensures that only one engine of a pool at a time tries a batch that is larger than any batch that ran.
 
     The engines are assumed to be equal until they prove otherwise. A batch size that ran on one engine may be used on
-    all, and a limit proven by one applies to all. Only one engine tries a larger batch at a time, because the excess
-    sequences wait in its queue ahead of all later requests. Meanwhile urgent requests find room on the other engines.
+    all, and a limit proven on one engine applies to all. Only one engine tries a larger batch, because the extra
+    sequences wait in that engine ahead of all later requests. Meanwhile urgent requests find slots on the other
+    engines.
     """
 
     def __init__(self) -> None:
@@ -277,14 +280,14 @@ class Exploration:
         self._largest: BatchLimit | None = None
 
     def learned(self, limit: BatchLimit) -> None:
-        """Notes that `limit` may have changed."""
+        """Updates the state of the pool after a possible change of `limit`."""
         if limit.proven_load >= self.proven_load:
             self.proven_load, self._largest = limit.proven_load, limit
         elif limit is self._largest:
             self.refresh()
 
     def refresh(self) -> None:
-        """Recomputes the state after a change of the members or a lowered limit."""
+        """Recomputes the state after backends have joined or left, or after a limit was lowered."""
         self._largest = max(
             (member.limit for member in self.members.values()), key=lambda one: one.proven_load, default=None
         )

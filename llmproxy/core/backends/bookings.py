@@ -1,4 +1,4 @@
-"""The requests that this proxy has in flight on one backend, and the adapters resident there."""
+"""The requests that this proxy has in flight on one backend, and the adapters that the backend has loaded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Booking(Struct, eq=False):
 
 
 class Bookings:
-    """The leases on one backend in the order of their booking."""
+    """The leases on one backend in the order of their grants."""
 
     def __init__(self) -> None:
         self.by_lease: dict[int, Booking] = {}
@@ -46,7 +46,7 @@ class Bookings:
         self.debit_tokens += debit_tokens
 
     def begin(self, lease: int) -> None:
-        """Notes the first byte of a lease."""
+        """Records the first byte of a lease."""
         booking = self.by_lease[lease]
         if booking.request.stream and not booking.begun:
             booking.begun = True
@@ -64,10 +64,10 @@ class Bookings:
         return booking
 
     def observe(self, reading: Reading) -> int:
-        """Applies a new reading. Returns how many sequences of other clients the reading shows.
+        """Applies a new scrape. Returns how many sequences of other clients the scrape shows.
 
-        A gauge may still count sequences that ended a moment ago, so it is compared with the maximum since the last
-        reading.
+        The metrics may still count sequences that ended a moment ago. So their number is compared with the maximum of
+        own sequences since the last scrape.
         """
         self._left_queue = 0
         for lease in [x for x in self._debits if self.by_lease[x].booked_s <= reading.taken_at_s - GAUGE_LAG_S]:
@@ -83,10 +83,10 @@ class Bookings:
         return sum(self.by_lease[lease].request.sequences for lease in leases)
 
     def last_waiting(self, reading: Reading | None) -> Iterator[int]:
-        """Yields the leases that `reading` shows in the engine's queue, the newest first.
+        """Yields the leases that wait in the engine according to `reading`, the newest first.
 
-        If the reading shows `n` waiting sequences, these are the newest leases with up to `n` sequences, because an
-        engine queues the requests that arrived last.
+        If the scrape shows `n` waiting sequences, these are the newest leases with up to `n` sequences, because the
+        last requests to arrive are the last in an engine's queue.
         """
         if reading is None:
             return
@@ -128,7 +128,7 @@ class ResidentAdapters:
         self.evict(slots)
 
     def evict(self, slots: int | None) -> None:
-        """Evicts adapters beyond the engine's `slots`; None if the engine does not publish them."""
+        """Removes adapters beyond the engine's `slots`; None if the engine does not publish the number."""
         while len(self._used) > (slots or RESIDENT_ADAPTERS_MAX):
             self._used.popitem(last=False)
 

@@ -1,4 +1,6 @@
-"""The catalogue of model names that clients may use, with their pools and adapters, built from backends' listings."""
+"""The catalogue of model names that clients may use, with their pools and adapters, built from the model lists of
+backends.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +37,13 @@ class Target:
 
 
 class Catalogue:
-    """The mapping of names to pools and adapters, rebuilt whenever a listing changes.
+    """Maps names to pools and adapters. The mapping is rebuilt whenever a model list changes.
 
     Backends with a common base model are in one pool, and pools with a common backend are one pool. An adapter belongs
     to the pool of the backend that lists it. The name of a pool is the base model that most of its backends list; on a
-    tie, the base model that is first in most listings, then the first in alphabetical order. So the name depends on
-    the listings alone, and a roll-out from one served name to another changes it once. A name in `apart` or `named`
-    takes precedence over these rules. Listings of backends that are down still count.
+    tie, the base model that is first in most lists, then the first in alphabetical order. So the name depends on the
+    model lists alone, and a roll-out from one served name to another changes it once. A name in `apart` or `named`
+    takes precedence over these rules. The lists of backends that are down still count.
     """
 
     def __init__(self, backends: Iterable[str], aliases: Aliases) -> None:
@@ -81,7 +83,7 @@ class Catalogue:
 
     @property
     def complete(self) -> bool:
-        """Whether there are backends, all of them were read, and discovery adds no more."""
+        """Whether there are backends, all of them have listed their models, and discovery adds no more."""
         return not self.expecting and bool(self._listings) and not self._unread
 
     def add(self, backend: str) -> None:
@@ -101,7 +103,7 @@ class Catalogue:
         self._rebuild()
 
     def resolve_alias(self, name: str | None, key: str = "", beside: str | None = None) -> str | None:
-        """Returns the target name of a requested name or alias; the name itself without an alias.
+        """Returns the target of an alias. Any other name is returned unchanged.
 
         An alias may have several targets with weights. Targets that the backend `beside` serves come first, then
         targets that may be served now. Requests with the same `key` get the same target.
@@ -115,7 +117,7 @@ class Catalogue:
         return _choose({one: weight for one, weight in targets.items() if one in eligible}, f"{name}\0{key}")
 
     def _unlisted_entry(self, name: str) -> str | None:
-        """Returns the longest key of `unlisted` that covers a name; None if no key does or the name is known."""
+        """Returns the longest entry of `unlisted` that covers a name; None if no entry does or the name is known."""
         served = self.served.get(name)
         if (
             not self.unlisted
@@ -137,7 +139,7 @@ class Catalogue:
         return name in self.served or name in self.named or name in self.promised
 
     def pool_of(self, backend: str) -> str | None:
-        """Returns the pool of a backend; None if the backend was never read or lists no base model."""
+        """Returns the pool of a backend; None if the backend has not listed its models or lists no base model."""
         return self.members.get(backend)
 
     def pool_named(self, name: str) -> str:
@@ -145,7 +147,7 @@ class Catalogue:
         return self._pool_named.get(name, name)
 
     def listed(self, backend: str, listing: Listing) -> bool:
-        """Stores a backend's listing. Returns whether names or pools changed."""
+        """Stores a backend's model list. Returns whether names or pools changed."""
         before = self._listings.get(backend)
         self._listings[backend] = listing
         self._unread.discard(backend)
@@ -158,10 +160,10 @@ class Catalogue:
     def resolve(self, name: str | None, key: str = "", beside: str | None = None) -> Target:
         """Returns the target of a requested name. As in vLLM, None selects the base model of the only pool.
 
-        For `key` and `beside` see `resolve_alias`.
+        Among the targets of an alias, `key` and `beside` decide as in `resolve_alias`.
 
-        Raises Refused with `unknown_model`, or with `rejected_no_backends` while an unread backend may still list the
-        name or while the adapter is to be loaded.
+        Raises Refused with `unknown_model`. If a backend has not listed its models yet and may serve the name, or if
+        the adapter will be loaded, raises Refused with `rejected_no_backends`.
         """
         if name is None:
             return self._only_pool()
@@ -199,7 +201,9 @@ class Catalogue:
         raise Refused(Outcome.UNKNOWN_MODEL, f"{what}. Known models: {self._known_names()}.")
 
     def awaits(self, name: str | None) -> bool:
-        """Returns whether a name from `resolve_alias` is unknown only until more backends or adapters are read."""
+        """Returns whether a name is unknown only until more backends or adapters are read. `name` is a result of
+        `resolve_alias`.
+        """
         if name is None:
             return not self.pools and not self.complete
         return name not in self.served and (name in self.promised or not self.complete)
@@ -277,7 +281,9 @@ def _names(targets: str | Mapping[str, float]) -> Iterable[str]:
 
 
 def _choose(weights: Mapping[str, float], key: str) -> str:
-    """Returns a name for `key`, so that each name gets its share of all keys. A changed weight moves few keys."""
+    """Chooses a name for `key` by rendezvous hashing, so that each name gets its share of all keys. A changed weight
+    moves few keys.
+    """
     ends = list(accumulate(weights.values()))
     point = xxh64_intdigest(key.encode("utf-8", "surrogatepass")) / 2**64 * ends[-1]
     # Rounding may put the largest hashes at the end of the last name.
@@ -289,7 +295,7 @@ def _base_models(listing: Listing) -> tuple[str, ...]:
 
 
 def _joined(lists: Iterable[Iterable[str]]) -> list[frozenset[str]]:
-    """Returns the names of the lists as disjoint sets, with overlapping lists merged."""
+    """Merges overlapping lists. Returns the resulting disjoint sets of names."""
     joined: list[frozenset[str]] = []
     for names in map(frozenset, lists):
         overlapping = [one for one in joined if one & names]

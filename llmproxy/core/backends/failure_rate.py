@@ -15,7 +15,7 @@ CHANCE = 1e-5
 
 
 class FailureRate:
-    """The outcomes of the last ANSWERS answers of one backend."""
+    """The results of the last ANSWERS requests to one backend."""
 
     __slots__ = ("_failed",)
 
@@ -28,7 +28,7 @@ class FailureRate:
 
     @property
     def low(self) -> bool:
-        """Whether ANSWERS answers are known and fewer than FAILURES_MIN failed."""
+        """Whether at least ANSWERS results are known and fewer than FAILURES_MIN of them are failures."""
         return len(self._failed) == ANSWERS and self.failures < FAILURES_MIN
 
     def add(self, failed: bool) -> None:
@@ -45,9 +45,9 @@ class FailureRate:
     def outlier(self, others: Iterable[FailureRate]) -> str | None:
         """Returns why the backend is an outlier of its pool; None if it is not.
 
-        Suppose that the backend failed at the rate of the others. It is an outlier if its failures, or more, would then
-        have a probability below CHANCE (binomial test). A failure and a success are added to the counts of the
-        others (Laplace's rule of succession), because a few successful answers prove little.
+        A binomial test: suppose that the backend failed at the rate of the other backends. It is an outlier if the
+        probability of as many failures, or more, is then below CHANCE. A failure and a success are added to the counts
+        of the others (Laplace's rule of succession), because a few successful answers prove little.
         """
         answers, failures = len(self._failed), self.failures
         if failures < FAILURES_MIN:

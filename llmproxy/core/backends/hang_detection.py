@@ -1,4 +1,4 @@
-"""Detection of backends that hang: they have requests and send nothing, while others of the pool work."""
+"""Detects backends that hang: backends with requests that send nothing, while other backends of the pool work."""
 
 from __future__ import annotations
 
@@ -30,21 +30,22 @@ UNSEEN_S = 0.5
 
 
 class HangDetection:
-    """Judges the silence of backends. It reports hangs, and changes no backend itself.
+    """Judges the silence of backends. The class reports hangs, and changes no backend itself.
 
-    Streams: a backend hangs if it has unstarted streams and is silent for `hung_s` or LATE times their predicted time,
-    whichever is longer, while others of its pool work. It also hangs if TOGETHER started streams stop together; fewer
-    prove nothing, because a client may have stopped reading. Long prompts and adapter loads explain a long silence. An
-    ejected backend is judged by its probe, even while no other backend works.
+    Streams: a backend hangs if first bytes of streams are due and the backend is silent for `hung_s` or LATE times
+    their predicted time, whichever is longer, while other backends of its pool work. It also hangs if TOGETHER started
+    streams stop together; fewer prove nothing, because a client may have stopped reading. Long prompts and adapter
+    loads explain a long silence. An ejected backend is judged by its probe, even while no other backend works.
 
-    Idle engines: a backend hangs if its readings show none of the requests that were sent to it, streamed or not, for
-    `hung_s` or several times the usual delay until a reading shows a request. Requests with media or a grammar have a
+    Idle engines: a backend hangs if its scrapes show none of the requests that were sent to it, streamed or not, for
+    `hung_s` or several times the usual delay until a scrape shows a request. Requests with media or a grammar have a
     separate usual delay.
 
-    Unanswered polls: a stopped process or a lost machine answers neither polls nor requests, while others of its pool
-    answer theirs. Its backend hangs after STUCK_LATE times `hung_s`, if a poll timed out and the next has no answer.
+    Unanswered polls: a stopped process or a lost machine answers neither polls nor requests, while other backends of
+    its pool answer. Such a backend hangs after STUCK_LATE times `hung_s`, if a poll timed out and the next has no
+    answer.
 
-    Non-streamed answers: a backend hangs if its readings show requests while its counter of generated tokens does not
+    Non-streamed answers: a backend hangs if its scrapes show requests while its counter of generated tokens does not
     increase. Prefills explain such a pause, and so do earlier pauses in the pool, up to several times the longest.
     """
 
@@ -62,12 +63,14 @@ class HangDetection:
         self._shows_work = self._counts_steps = False
 
     def see(self, backend: BackendStreams, before: Reading | None, reading: Reading, sequences: int) -> None:
-        """Learns from `reading`, which follows `before`, with `sequences` of this proxy in flight."""
+        """Learns from the scrape `reading`, which follows the scrape `before`. `sequences` of this proxy are in
+        flight.
+        """
         self._see_generated(backend, before, reading)
         self._see_requests(backend, reading, sequences)
 
     def _see_generated(self, backend: BackendStreams, before: Reading | None, reading: Reading) -> None:
-        """Notes whether the counter of tokens increased, and how long it paused while the engine had requests."""
+        """Records whether the counter of tokens increased, and how long it paused while the engine had requests."""
         if reading.generated is None:
             return
         had_requests = before is not None and before.running > 0 and reading.running > 0
@@ -85,7 +88,7 @@ class HangDetection:
         backend.paused_s = 0.0
 
     def _see_requests(self, backend: BackendStreams, reading: Reading, sequences: int) -> None:
-        """Marks all requests that were sent before the reading as seen, if the reading shows at least as many."""
+        """Marks all requests that were sent before the scrape as seen, if the scrape shows at least as many."""
         shown, sent_s = reading.running + reading.waiting, reading.taken_at_s - GAUGE_LAG_S
         self._shows_work = self._shows_work or shown > 0
         for stream in reversed(backend.unseen.values()):
@@ -101,7 +104,7 @@ class HangDetection:
             self._unseen[stream.prepared].learn(reading.taken_at_s - stream.booked_s, sure=True)
 
     def idle(self, backend: BackendStreams, now: float) -> bool:
-        """Returns whether the readings of a backend show none of its requests. False until any reading shows one."""
+        """Returns whether the scrapes of a backend show none of its requests. False until some scrape has shown one."""
         reading, first = backend.reading, next(iter(backend.unseen.values()), None)
         return (
             self._shows_work
@@ -116,7 +119,7 @@ class HangDetection:
     def stuck(self, backend: BackendStreams, now: float) -> bool:
         """Returns whether a backend has non-streamed answers in flight and generates nothing.
 
-        False until the counter of an engine of the pool has increased without the end of a request.
+        False until the token counter of some engine of the pool has increased without the end of a request.
         """
         reading = backend.reading
         return (
@@ -129,7 +132,9 @@ class HangDetection:
         )
 
     def _silent_since(self, backend: BackendStreams, waiting: Mapping[int, StreamSpan]) -> float:
-        """Returns when the backend last sent or generated anything, but not before the first request of `waiting`."""
+        """Returns when the backend last sent or generated anything. If the first request of `waiting` came later,
+        returns its time.
+        """
         booked_s = next(iter(waiting.values())).booked_s if waiting else -inf
         return max(backend.last_byte_s, backend.generated_s, booked_s)
 
@@ -188,14 +193,18 @@ class HangDetection:
         return None
 
     def _prepares_s(self, backend: BackendStreams, since_s: float, now: float) -> float:
-        """Returns the seconds that an engine may wait for a grammar or KV; 0 unless a recent reading shows it idle."""
+        """Returns the seconds that an engine may need for a grammar or for KV blocks; 0 unless a recent scrape shows it
+        idle.
+        """
         reading = backend.reading
         if reading is None or reading.running or reading.taken_at_s < 0.5 * (now + since_s):
             return 0.0
         return self._unseen[True].explained_s(1)
 
     def _silent(self, backend: BackendStreams, since_s: float, late_s: float, now: float) -> bool:
-        """Returns whether a silence since `since_s` is too long. If not, updates `due_s`."""
+        """Returns whether a silence since `since_s` is too long. If not, updates `due_s`, the time of the next
+        check.
+        """
         until_s = since_s + max(self.settings.hung_s, late_s) + backend.pending_loads.explained_s(since_s)
         if now < until_s:
             self.due_s = min(self.due_s, until_s)

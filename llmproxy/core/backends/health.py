@@ -33,7 +33,7 @@ REFUSALS = {
 
 @dataclass(frozen=True, slots=True)
 class Ejected:
-    """The backend gets no requests for at most `pause_s` seconds. Then a single request probes it."""
+    """Event: the backend gets no requests for at most `pause_s` seconds. Then a single request probes it."""
 
     why: str
     pause_s: float
@@ -41,14 +41,16 @@ class Ejected:
 
 @dataclass(frozen=True, slots=True)
 class Unejected:
-    """The ejection ended `after_s` seconds after its start."""
+    """Event: an ejection ended, `after_s` seconds after its start."""
 
     after_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class EjectionSkipped:
-    """The backend should be ejected, but `Peers.may_eject` forbids it."""
+    """Event: the backend should be ejected, but too many backends of its pool are, or no other backend could take its
+    requests.
+    """
 
     why: str
 
@@ -76,7 +78,7 @@ class Hang:
 
 
 class Peers:
-    """The backends of one pool, with the maximum share of ejected backends (Envoy's `max_ejection_percent`).
+    """The backends of one pool, and the largest share of them that may be ejected (Envoy's `max_ejection_percent`).
 
     If most of a pool fails, the cause is more likely in the requests or in the network, and a doubtful backend is
     better than none.
@@ -89,7 +91,7 @@ class Peers:
     def may_eject(self, one: Health) -> bool:
         """Returns whether `ejected_ratio_max` allows the ejection of `one`, and other backends can take its requests.
 
-        Backends that are down or drained do not count.
+        Backends that are down or drained are not counted.
         """
         up = [health for health in self.members.values() if not (health.down or health.drained)]
         spared = sum(health.ejected for health in up) < max(1, int(self.ejected_ratio_max * len(up)))
@@ -109,10 +111,10 @@ class Peers:
 class Health:
     """The health of one backend: polls mark it *down*, requests eject it.
 
-    After the pause of an ejection the backend is half open: it gets a single request, the probe. The first byte of the
-    probe ends the ejection, and so does a poll that sees a restarted process. A 4xx is not a failure. A 503 "busy" only
-    pauses the backend, unless its engine is idle while other backends are up. A backend that comes up or is unejected
-    has a slow start: see `warmth`.
+    After the pause of an ejection, the backend is half open: it gets a single request, the probe. The first byte of the
+    probe ends the ejection, and so does a poll that finds a restarted process. A 4xx is not a failure. A 503 "busy"
+    only pauses the backend, unless its engine is idle while other backends are up. A backend that comes up, or whose
+    ejection ends, has a slow start (`warmth`).
     """
 
     def __init__(self, settings: HealthSettings) -> None:
@@ -148,7 +150,7 @@ class Health:
 
     @property
     def gone(self) -> bool:
-        """Whether the process is gone, because consecutive polls were refused."""
+        """Whether the process has ended, because several polls in a row were refused."""
         return self._refused_polls >= self.settings.misses_before_down
 
     def available(self, now: float) -> bool:
@@ -157,13 +159,16 @@ class Health:
         return not self.down and now >= self._blocked_until_s and half_open
 
     def changes_at(self, now: float) -> float | None:
-        """Returns when the availability changes without an event; None if only an event can change it."""
+        """Returns when the backend may become available, or stop being available, without an event; None if only an
+        event can change that.
+        """
         return self._blocked_until_s if not self.down and now < self._blocked_until_s else None
 
     def warmth(self, now: float) -> float:
-        """Returns the share (0..1] of its limit that the backend gets during slow start, in steps of WARM_STEP.
+        """Returns the share (0..1] of its batch limit that the backend gets during slow start, in steps of WARM_STEP.
 
-        Its caches are cold, and without slow start a least-load placement would send it all new requests.
+        A backend in slow start has cold caches. With its whole limit, a least-load placement would send it all new
+        requests.
         """
         if self._slow_start_s is None:
             return 1.0
@@ -175,7 +180,7 @@ class Health:
         return max(1, int(share / WARM_STEP)) * WARM_STEP
 
     def warmer_at(self, now: float) -> float | None:
-        """Returns when `warmth` grows next; None after the slow start."""
+        """Returns when `warmth` increases next; None after the slow start."""
         if self._slow_start_s is None:
             return None
         warmth = self.warmth(now)
@@ -186,7 +191,7 @@ class Health:
     # --- polls ---------------------------------------------------------------------------------------------------
 
     def poll_succeeded(self, now: float) -> None:
-        """Notes a successful poll. A backend that was down gets a clean record and a slow start."""
+        """Records a successful poll. A backend that was down starts without earlier failures, and with a slow start."""
         if self.down:
             self._slow_start_s = now
             self._by_rate = False
@@ -199,16 +204,16 @@ class Health:
         self.answered_s, self.unanswered_s = now, inf
 
     def poll_timed_out(self, now: float) -> None:
-        """Notes a request of a poll that was not answered in time."""
+        """Records that a request of a poll got no answer in time."""
         # If no backend answered meanwhile, the proxy paused or the network failed.
         if self.peers is not None and self.peers.others_answered(self, 0.5 * (self.answered_s + now)):
             self.unanswered_s = min(self.unanswered_s, now)
 
     def poll_failed(self, trouble: Trouble) -> bool:
-        """Notes a failed poll. Returns whether the process is surely gone, and its open streams with it.
+        """Records a failed poll. Returns whether the process is certainly gone, and its open streams with it.
 
-        Only refused connections prove that: a process that ended or was replaced refuses at once, while an answer may
-        be late because of a long engine step. Unreadable metrics and failures of this machine prove nothing.
+        Only refused connections prove that: the port of a process that ended refuses at once, while an answer may be
+        late because of a long engine step. Unreadable metrics and failures of this machine prove nothing.
         """
         if trouble is not Trouble.TIMEOUT:
             self.unanswered_s = inf
@@ -227,16 +232,19 @@ class Health:
             self._probe = lease
 
     def first_byte(self, lease: int, now: float) -> None:
-        """Notes the first byte of `lease`, which ends the ejection if it is the probe and the backend was not slow."""
+        """Records the first byte of `lease`. If `lease` is the probe, and the backend was not ejected as slow, the
+        ejection ends.
+        """
         self._failures = 0
         if lease == self._probe and not self.slow:
             self._uneject(now)
 
     def measured(self, lease: int | None, fast: bool, now: float) -> None:
-        """Notes the measured speed of a slow backend, from the stream of `lease`, or from its engine (None).
+        """Records the measured speed of a backend that was ejected as slow, from the stream of `lease`, or from its
+        engine (None).
 
         Only a fast probe ends the ejection. A fast stream from before the ejection ends the pause, so that the probe
-        follows: a placement that has learned the slow speed would send the backend no other request.
+        follows. Without a probe, a placement that has learned the slow speed would send the backend no other request.
         """
         if not fast:
             self._eject("slow: its probe was as slow", now)
@@ -255,12 +263,13 @@ class Health:
         counted: bool = False,
         excused: bool = False,
     ) -> None:
-        """Notes the end of a lease.
+        """Records the end of a lease.
 
         Args:
             idle: Nothing else is known to run on the backend.
             counted: The engine counts its tokens, so only `measured` ends the ejection of a slow backend.
-            excused: The request failed in the same way on another backend, or the backend is at work.
+            excused: The backend is not to blame: the request failed in the same way on another backend, or the
+                engine is at work.
         """
         was_probe = lease == self._probe
         if was_probe:
@@ -328,7 +337,7 @@ class Health:
             self._blocked_until_s = now
 
     def blame(self, verdict: Verdict, now: float) -> None:
-        """Notes that another backend served a request that this one failed with `verdict`."""
+        """Counts a failure with `verdict`, because another backend served the same request."""
         if verdict in REFUSALS:
             self.try_eject(REFUSALS[verdict], now)
 
@@ -348,7 +357,9 @@ class Health:
         return True
 
     def missed(self, now: float) -> bool:
-        """Shortens the pause of an ejection, because requests wait for places. Returns whether it did."""
+        """Shortens the pause of an ejection, because requests wait for slots. Returns whether the pause was
+        shortened.
+        """
         # A slow probe delays its request for long, and a backend with a high failure rate passes most probes.
         until_s = now + self.settings.ejection_s * 2.0**CHEAP_DOUBLINGS
         if not self.ejected or self.slow or self._by_rate or self._blocked_until_s <= until_s:

@@ -1,4 +1,4 @@
-"""The look-ahead: requests sent to a full engine beyond its batch limit, so that few batch places become empty."""
+"""The look-ahead: requests sent to a full engine beyond its batch limit, so that few batch slots become empty."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class LookAhead:
     """The look-ahead of one backend, computed from the sequences in transit while the backend is full.
 
     A sequence is in transit while the proxy counts it and the engine neither runs nor queues it: on the network, in the
-    tokeniser, before the next engine step, and on the way back. Readings show the mean number in transit. Without a
-    look-ahead, that many places of the batch are empty. The number in transit varies like a Poisson variable, so with a
-    look-ahead of `n` the mean of `max(0, in transit - n)` places are empty. The look-ahead is the smallest `n` that
-    leaves at most EMPTY_MAX of the batch empty, like the base stock of an inventory with a lead time (Zipkin,
-    Foundations of Inventory Management, 2000).
+    tokeniser, before the next engine step, and on the way back. Scrapes show the mean number in transit. Without a
+    look-ahead, that many slots of the batch are empty. The number in transit varies like a Poisson variable, so with a
+    look-ahead of `n`, the mean number of empty slots is the mean of `max(0, in transit - n)`. The look-ahead is the
+    smallest `n` that leaves at most EMPTY_MAX of the batch empty, like the base stock of an inventory with a lead time
+    (Zipkin, Foundations of Inventory Management, 2000).
     """
 
     def __init__(self) -> None:
@@ -31,13 +31,15 @@ class LookAhead:
         self._requests: dict[int, int] = {}
 
     def observe(self, load: int, in_transit: int) -> None:
-        """Notes a reading of the full backend: the proxy counts `load` sequences, and `in_transit` are in transit."""
+        """Learns from a scrape of the full backend. The proxy counts `load` sequences, and `in_transit` of them are in
+        transit.
+        """
         self._readings += 1
         self._share = follow(self._share, in_transit / load, gain(GAIN, self._readings))
         self._requests.clear()
 
     def requests(self, limit: int) -> int:
-        """Returns how many requests may be in flight above `limit`; 0 before the first reading of the full backend."""
+        """Returns how many requests may be in flight above `limit`; 0 before the first scrape of the full backend."""
         ahead = self._requests.get(limit)
         if ahead is None:
             ahead = self._requests[limit] = self._ahead(limit)

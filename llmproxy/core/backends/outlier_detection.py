@@ -1,8 +1,8 @@
-"""Outlier detection: backends of a pool that hang or have become slow, compared with the other backends.
+"""Outlier detection: finds backends of a pool that hang or have become slow, compared with the other backends.
 
 A frozen worker or a throttled GPU still answers polls, but its streams stop, its counter of generated tokens increases
-slowly, and its answers come late. These are compared with predictions, with the backend's own past and with the rest of
-its pool, under every placement.
+slowly, and its answers come late. These signs are compared with predictions, with the backend's own past and with the
+rest of its pool, under every placement.
 """
 
 from __future__ import annotations
@@ -55,20 +55,20 @@ GAP_S = 2.5
 
 
 class OutlierDetection:
-    """Follows the requests and readings of one pool. It reports outliers, and changes no backend itself.
+    """Follows the requests and scrapes of one pool. The class reports outliers, and changes no backend itself.
 
     **Hung**: see `HangDetection`.
 
-    **Slow**: a backend takes `slow_factor` times its usual time, relative to the median slowdown of the others, for
-    SLOW_S seconds in total. Its time is the time of its fastest stream, of its engine by the counter of tokens, or of a
-    non-streamed answer if the engine counts no tokens. A pool that slows down as a whole has no outlier. A backend that
-    was always slow is a different machine, and the placement handles it. Time that uncached prefills may explain does
-    not count, and a span that is slow only with that time proves nothing. (Huang et al., "Gray Failure: The Achilles'
-    Heel of Cloud-Scale Systems", HotOS 2017.)
+    **Slow**: a backend takes `slow_factor` times its usual time, relative to the median slowdown of the other backends,
+    for SLOW_S seconds in total. Its time is the time of its fastest stream, the time of its engine by the counter of
+    tokens, or the time of a non-streamed answer if the engine counts no tokens. If a pool slows down as a whole, no
+    backend is an outlier. A backend that was always slow is a different machine, which the placement takes into
+    account. Time that uncached prefills may explain does not count, and a span that is slow only with that time proves
+    nothing. (Huang et al., "Gray Failure: The Achilles' Heel of Cloud-Scale Systems", HotOS 2017.)
 
-    Two times are predicted for the pool: from booking to first byte, given the prompt tokens to compute before it, and
-    per token of a stream. They are learned from normal observations only, because a backend that becomes slow must not
-    define the normal speed. `PoolRates` learns from all observations and exists for one placement only, and
+    Two times are predicted for the pool: from the grant to the first byte, given the prompt tokens to compute before
+    it, and per token of a stream. They are learned from normal observations only, because a backend that becomes slow
+    must not define the normal speed. `PoolRates` learns from all observations and exists for one placement only, and
     `FirstToken` includes waits and cached prefixes, so neither is used here.
     """
 
@@ -90,7 +90,7 @@ class OutlierDetection:
     # --- events of leases ----------------------------------------------------------------------------------------
 
     def booked(self, lease: int, request: Request, placed: Placed, cold: bool, now: float) -> None:
-        """Notes a granted lease. `cold`: whether the adapter probably has to be loaded."""
+        """Records a granted lease. `cold`: the adapter probably has to be loaded."""
         backend = self._backends.get(placed.backend)
         if backend is None:
             backend = self._backends[placed.backend] = BackendStreams(PendingLoads(self._longest_load), now)
@@ -162,7 +162,7 @@ class OutlierDetection:
             backend.pending_loads.first_byte(lease, since_s, prompts_s, now)
 
     def _remove_unstarted(self, lease: int, stream: StreamSpan, now: float) -> bool:
-        """Removes a stream from the unstarted ones. Returns whether it was unstarted."""
+        """Removes a stream from the streams without a first byte. Returns whether it was among them."""
         backend = stream.backend
         if lease not in backend.unstarted:
             return False
@@ -186,7 +186,7 @@ class OutlierDetection:
     def progress(
         self, lease: int, output_tokens: int, sequences: int, kv_used: float | None, now: float
     ) -> bool | None:
-        """Notes that a stream has about `output_tokens` tokens, with `sequences` in flight on its backend.
+        """Records that a stream has about `output_tokens` tokens, while `sequences` are in flight on its backend.
 
         Returns whether the backend has normal speed; None if it is too early to say.
         """
@@ -201,7 +201,10 @@ class OutlierDetection:
         return self._observed(stream, output_tokens, sequences, kv_used, now)
 
     def read(self, name: str, reading: Reading, sequences: int) -> bool | None:
-        """Notes a reading of a backend with `sequences` of this proxy in flight. Returns the same as `progress`."""
+        """Learns from a scrape of a backend with `sequences` of this proxy in flight.
+
+        Returns whether the backend has normal speed; None if it is too early to say.
+        """
         backend, now = self._backends.get(name), reading.taken_at_s
         if backend is None:
             return None
@@ -238,7 +241,7 @@ class OutlierDetection:
         self, stream: StreamSpan, output_tokens: float, sequences: float, kv_used: float | None, now: float,
         *, sure: bool = True,
     ) -> bool | None:  # fmt: skip
-        """Ends a span of a stream or an engine. If not `sure`, the engine may have been idle and not slow."""
+        """Ends a measured span of a stream or an engine. If not `sure`, the engine may have been idle and not slow."""
         backend, took_s, tokens = stream.backend, now - stream.since_s, output_tokens - stream.tokens
         # Only the first unstarted prompt can have taken time already.
         first = next(iter(backend.unstarted.values()), None)
@@ -275,7 +278,9 @@ class OutlierDetection:
         return fast
 
     def finished(self, lease: int, now: float, usage: Usage | None = None, sequences: int = 1) -> None:
-        """Notes the end of a lease. `usage` is None if the request failed; its backend still has `sequences`."""
+        """Records the end of a lease. `usage` is None if the request failed. `sequences` are still in flight on its
+        backend.
+        """
         stream = self._streams.pop(lease, None)
         if stream is None:
             return
@@ -299,14 +304,14 @@ class OutlierDetection:
                     loads.add(other, one.cold, now)
 
     def forget(self, backend: str) -> None:
-        """Removes a backend whose process is gone or replaced. The ends of its streams are then ignored."""
+        """Removes a backend whose process is gone or replaced. Later ends of its streams are ignored."""
         self._backends.pop(backend, None)
 
     # --- the judgement -------------------------------------------------------------------------------------------
 
     @property
     def due_s(self) -> float | None:
-        """The earliest time at which a present silence is too long; None if only an event can show it."""
+        """The earliest time at which a present silence becomes too long; None if no silence can."""
         known = self._hangs.due_s < inf and len(self._peers.members) > 1
         return max(self._hangs.due_s, self.check_s) if known else None
 
@@ -327,7 +332,7 @@ class OutlierDetection:
         return hung, self._judge(now) if now >= self._judge_s else {}
 
     def give_up(self, backend: str, now: float) -> Iterator[int]:
-        """Returns the leases of a hung backend without visible progress, which are to be revoked."""
+        """Returns the leases of a hung backend without visible progress. The caller revokes them."""
         streams = self._backends[backend]
         unstarted, streams.unstarted = streams.unstarted, {}
         if self._hangs.idle(streams, now):
@@ -374,11 +379,12 @@ class OutlierDetection:
         return slow
 
     def paces(self, now: float) -> dict[str, float | None]:
-        """Returns the pace of each backend: its time for the same work relative to the pool; None while it is learned.
+        """Returns the speed factor of each backend: its time for the same work relative to the pool; None while it is
+        learned.
 
-        A pace is the median of the last RECENT ratios of a backend, divided by the lower median of these values in the
-        pool. Time that prefills may explain does not raise it above 1. Backends without a judgement within FRESH_S are
-        left out, and so is the only backend of a pool.
+        The factor is the median of the last RECENT ratios of a backend, divided by the lower median of these values in
+        the pool. Time that prefills may explain does not raise it above 1. Backends without a measurement within
+        FRESH_S are left out, and so is the only backend of a pool.
         """
         if len(self._peers.members) < 2:
             return {}

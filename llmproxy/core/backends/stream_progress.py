@@ -25,7 +25,7 @@ SLOW_WITHIN_S = 6.0
 
 
 def follow_robustly(mean: float, observed: float, weight: float) -> float:
-    """Returns a geometric mean after one more observation, which counts as at most RATIO_MOST times the mean."""
+    """Returns a geometric mean after one more observation. The observation is clipped at RATIO_MOST times the mean."""
     return follow_ratio(mean, observed, weight, 1.0 / RATIO_MOST, RATIO_MOST)
 
 
@@ -106,7 +106,7 @@ class BackendStreams:
         self.slow_s += min(self.unexplained_s, now - self.span_since_s, SLOW_SPAN_S)
 
     def learn_usual(self) -> None:
-        """Updates the usual speed with the last judgement."""
+        """Updates the usual speed of the backend with the last measured speed."""
         self.judgements += 1
         self.usual = follow_robustly(self.usual, self.usual * self.slowness, gain(USUAL_GAIN, self.judgements))
 
@@ -115,7 +115,7 @@ class BackendStreams:
         self.span_since_s = now
 
     def uses(self, adapter: str) -> bool:
-        """Returns whether a started stream uses `adapter`, which must then be resident."""
+        """Returns whether a started stream uses `adapter`, which proves that the adapter is loaded."""
         return any(one.adapter == adapter for one in self.started.values())
 
 

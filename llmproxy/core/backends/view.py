@@ -67,7 +67,7 @@ class View(Struct, frozen=True):
 
     @property
     def doubtful(self) -> bool:
-        """Whether one more sequence might wait inside the engine, because a larger load was never seen to run."""
+        """Whether one more sequence might wait inside the engine, because the engine was never seen to run so many."""
         return 0 < self.proven_load <= self.load
 
     def slots(self, ceiling: float) -> int:

@@ -1,4 +1,4 @@
-"""The online learners of the core. All weight newer observations more than older ones."""
+"""Means, rates and quantiles that the core learns while it runs. All weight newer observations more than older ones."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ def follow(mean: float, observed: float, weight: float) -> float:
 
 
 def follow_ratio(mean: float, observed: float, weight: float, least: float, most: float) -> float:
-    """As `follow`, for a geometric mean. An observation below `least` or above `most` times the mean is clipped."""
+    """Returns a geometric mean after one more observation of this weight. The observation is clipped to `least`..`most`
+    times the mean.
+    """
     ratio: float = min(most, max(least, observed / mean)) ** weight
     return mean * ratio
 
 
 class QuantileTracker:
-    """Learns `factor`: one in ten observed times exceeds its prediction by more than this factor.
+    """Learns `factor`, the 90th percentile of observed times divided by their predictions.
 
     Stochastic approximation of a quantile (Robbins and Monro, 1951) on the logarithm: nine steps up for each
     observation above the factor, one step down for each other observation.

@@ -1,4 +1,4 @@
-"""Lines learned online, which predict a time from an amount of work, such as the tokens of a prompt."""
+"""Linear functions, learned while the proxy runs, that predict a time from an amount of work, such as prompt tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LearnedLine:
         base, slope: The initial guess. It counts as two points, at x = 0 and x = `scale`, which a few observations
             outweigh.
         jitter: The part of an error that does not grow with y.
-        steep: Lower bound of slope / base. It keeps a slope even if the observed times do not grow with x.
+        steep: Lower bound of slope / base. It prevents a slope of 0 if the observed times do not grow with x.
     """
 
     def __init__(self, base: float, slope: float, scale: float, jitter: float, steep: float = 0.0) -> None:

@@ -71,7 +71,7 @@ class Estimator:
             learned.output_tokens = follow(learned.output_tokens, usage.output_tokens / max(1, sequences), weight)
 
     def take(self, model: str, learned: Estimate) -> None:
-        """Continue with the estimate of another process for a model."""
+        """Takes over the estimate of another process for a model."""
         self._models[model] = learned
         self._models.move_to_end(model)
         if len(self._models) > MODELS_MAX:
@@ -102,7 +102,9 @@ def usage_max(facts: RequestFacts, context_tokens: int | None, sequences: int = 
 
 
 def believable(usage: Usage, most: Usage) -> Usage | None:
-    """Returns `usage`, or None if a count is negative or above `most`. An impossible cached count is dropped."""
+    """Returns `usage` if its counts are possible, else None: a count is negative or above `most`. Of an impossible
+    cached count, only this count is dropped.
+    """
     if not (0 <= usage.prompt_tokens <= most.prompt_tokens and 0 <= usage.output_tokens <= most.output_tokens):
         return None
     if usage.cached_tokens is None or 0 <= usage.cached_tokens <= usage.prompt_tokens:

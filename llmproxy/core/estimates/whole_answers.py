@@ -6,11 +6,11 @@ from llmproxy.core.estimates.line import JITTER_S, KEEP, OUTLIER, SPREAD_MIN
 
 
 class WholeAnswers:
-    """Learns `prompt` and `steps`: the real time of prompts and of output tokens divided by their assumed time.
+    """Learns `prompt` and `steps`: the real times of prompts and of output tokens, divided by their assumed times.
 
-    Only the end of a non-streamed answer is observed. The two factors are fitted by least squares of relative errors,
+    Of a non-streamed answer, only the end is observed. The two factors are fitted by least squares of relative errors,
     with exponential forgetting. If all answers have about the same ratio of prompt to output, the factors cannot be
-    told apart, and a small penalty (ridge regression) draws both to their common factor.
+    told apart, and a small penalty (ridge regression) draws both to a common factor.
     """
 
     def __init__(self) -> None:
@@ -18,7 +18,7 @@ class WholeAnswers:
         self._sums: tuple[float, ...] = (0.0,) * 5
 
     def learn(self, prompt_s: float, steps_s: float, took_s: float) -> None:
-        """An answer with these assumed times took `took_s`. `prompt_s + steps_s` must be above 0."""
+        """Learns from an answer with these assumed times that took `took_s`. `prompt_s + steps_s` must be above 0."""
         expected_s = JITTER_S + self.prompt * prompt_s + self.steps * steps_s
         if any(self._sums):
             took_s = min(took_s, OUTLIER * expected_s)

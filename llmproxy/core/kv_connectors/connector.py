@@ -10,7 +10,7 @@ from llmproxy.core.policy_registry import Registry
 
 
 class NotHandedOver(Exception):  # noqa: N818 - a fact about one answer, not an error of this code
-    """The answer to a prefill stage does not tell where the prompt's KV cache is.
+    """The answer to a prefill stage does not say where the prompt's KV cache is.
 
     `missing`: the answer has no `kv_transfer_params` at all.
     """

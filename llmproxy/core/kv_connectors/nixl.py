@@ -40,7 +40,7 @@ _answers, _params = Decoder(_Answer), Decoder(_Params)
 
 @connectors.register("nixl")
 class Nixl(KvConnector):
-    """The prefill engine keeps the blocks of the prompt for a lease and tells where they are."""
+    """The prefill engine keeps the blocks of the prompt for `lease_s`, and its answer says where they are."""
 
     asks = (
         b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,'

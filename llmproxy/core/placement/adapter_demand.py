@@ -38,16 +38,20 @@ class Slots:
         return self.size is not None and len(self.users) >= self.size
 
     def tier(self, adapter: str) -> int:
-        """Returns the tier of an adapter that is not resident; see `rates.TIERS`."""
+        """Returns the tier of an adapter that is not loaded: how many other adapters the backend has loaded since this
+        one, in powers of two.
+        """
         used = self._used.get(adapter)
         return TIERS - 1 if used is None else min(TIERS - 1, (self._loads - used[1]).bit_length())
 
     def displaced(self, resident: Set[str]) -> str | None:
-        """Returns the resident adapter that a new adapter evicts: unused ones first, then the least recently used."""
+        """Returns the loaded adapter that a new adapter evicts: an unused adapter first, then the least recently
+        used.
+        """
         return min(resident, key=lambda x: (x in self.users, self._used.get(x, (0, 0)), x), default=None)
 
     def book(self, adapter: str, cold: bool, now: float) -> int | None:
-        """A request of `adapter` was sent. Returns the tier of the load that it causes, None if it causes none."""
+        """Records a request of `adapter`. Returns the tier of the load that it causes; None if it causes none."""
         tier = None
         if cold and adapter not in self.users:
             tier = self.tier(adapter)
@@ -60,11 +64,11 @@ class Slots:
         return tier
 
     def started(self, adapter: str) -> None:
-        """The first byte of an answer of `adapter` arrived."""
+        """Records the first byte of an answer of `adapter`."""
         self.deferred.discard(adapter)
 
     def release(self, adapter: str) -> None:
-        """A request of `adapter` ended."""
+        """Records the end of a request of `adapter`."""
         self.users[adapter] -= 1
         if not self.users[adapter]:
             del self.users[adapter]
@@ -87,7 +91,7 @@ class AdapterDemand:
         self._asked: dict[str, DecayingRate] = {}
 
     def add(self, adapter: str, now: float) -> None:
-        """`adapter` was requested once more."""
+        """Counts a request of `adapter`."""
         asked = self._asked.pop(adapter, None) or DecayingRate(WINDOW_S)
         asked.add(1.0, now)
         self._asked[adapter] = asked
@@ -97,12 +101,12 @@ class AdapterDemand:
     def again_s(
         self, adapter: str, view: View, slots: Slots, able: Sequence[View], least_s: float, now: float
     ) -> float:
-        """Returns the expected seconds to load the displaced adapter again; a load takes at least `least_s`.
+        """Returns the expected seconds to load the evicted adapter again; a load takes at least `least_s`.
 
-        The displaced adapter must be loaded again if it is requested before it would have been evicted anyway. Requests
-        and evictions are taken as two Poisson processes. The cost is 0 if another backend has the displaced adapter.
-        A free slot costs nothing, unless this is a second copy of `adapter` in the pool and the adapters that no
-        backend has loaded would fill all free slots.
+        The evicted adapter must be loaded again if a request for it arrives before it would have been evicted anyway.
+        Requests and evictions are taken as two Poisson processes. The cost is 0 if another backend has the evicted
+        adapter. A free slot costs nothing, unless this is a second copy of `adapter` in the pool and the adapters that
+        no backend has loaded would fill all free slots.
         """
         if view.max_adapters is None:
             return 0.0

@@ -42,7 +42,7 @@ OVERDUE = 2.0
 
 
 class InFlight(Struct, eq=False):
-    """A lease, and the predictions at its booking."""
+    """A lease, and the predictions at its grant."""
 
     request: Request
     backend: str
@@ -147,7 +147,7 @@ class BackendLoad:
         rates.answered(self.prefill, self.step, tokens, steps, self.in_flight, took_s, max(0.0, others_s))
 
     def renew(self, rates: PoolRates, now: float) -> None:
-        """Update both speed factors, and learn from adapter loads that have just ended."""
+        """Updates both speed factors of the backend, and learns from adapter loads that have just ended."""
         if rates.prefill.seen >= self.prefill.stale_at:
             self.prefill.renew(rates.prefill)
         if rates.step.seen >= self.step.stale_at:
@@ -184,14 +184,15 @@ class BackendLoad:
         return work_s - (done_s if done_s < own_s else own_s), now - due_s if now > due_s else 0.0
 
     def opens_at(self, rates: PoolRates, band: int, ceiling: float, window_s: float | None, now: float) -> float:
-        """Returns when the backend takes a prompt of `band` again; `now` if it is open.
+        """Returns when the backend takes a prompt of `band` again; `now` if it takes one now.
 
-        The backend is open while its uncomputed prompts take less than `ceiling` (0..1] times `window_s`, and while the
-        objectives of its streams allow another prompt. Only first bytes of streams show how much has been computed, so
-        the window is ignored before the first of them, and while non-streamed prompts are among the uncomputed ones.
+        The backend takes prompts while its uncomputed prompts would take less than `ceiling` (0..1] times `window_s`,
+        and while the objectives of its streams allow another prompt. Only first bytes of streams show how much has been
+        computed. So the window is ignored before the first of them, and while non-streamed prompts are among the
+        uncomputed prompts.
 
-        The base time is not counted, because another prompt does not prolong it. Overdue time is not counted either:
-        one prompt that the engine never starts would close the backend for all others.
+        The base time of a prompt is not counted, because another prompt does not prolong it. Overdue time is not
+        counted either: one prompt that the engine never starts would close the backend for all others.
         """
         opens_s = self.rationed_until(rates, band, ceiling, now) if self.rationing else now
         if self.unstarted and window_s is not None and rates.prefill.seen and not self._plain:
@@ -272,7 +273,7 @@ class BackendLoad:
         return (now - since_s) / sum([one <= since_s + TOGETHER_S for one in booked_s])
 
     def start(self, lease: int, flight: InFlight, rates: PoolRates, now: float) -> None:
-        """The first byte arrived. Learns the time of the prompts since the last observation.
+        """Records the first byte of a lease, and learns the time of the prompts since the last observation.
 
         Steps that load adapters are observed separately.
         """
@@ -331,12 +332,12 @@ class BackendLoad:
             self.adapters.release(request.adapter)
 
     def _begin(self, flight: InFlight, ahead_tokens: float, now: float) -> None:
-        """The request gets its place in the batch."""
+        """Records that the request begins to be computed, behind `ahead_tokens` of earlier prompts."""
         if not (flight.request.stream or flight.fetched):
             flight.began_s, flight.ahead_tokens, flight.begun_at_work_s = now, ahead_tokens, self.worked_s
 
     def _ration(self, flight: InFlight, rates: PoolRates) -> None:
-        """Count the objective of a stream for rationing, unless the stream would miss it even without any prompts."""
+        """Counts the objective of a stream for rationing, unless the stream would miss it even without any prompts."""
         slo = flight.request.slo
         if slo is None or slo.tpot_s is None or not flight.request.stream:
             return
@@ -355,7 +356,7 @@ class BackendLoad:
         return None
 
     def _end_stretch(self, rates: PoolRates) -> None:
-        """Ends the stretch and learns from its length: load times if adapters were loaded, else prompt times."""
+        """Ends the busy period and learns from its length: load times if adapters were loaded, else prompt times."""
         if not self._begun:
             return
         if self._tokens and self._known:

@@ -64,26 +64,27 @@ class CostPlacement(Placement):
     The terms are:
 
     - `queue`: until the backend has computed its earlier prompts; longer if the oldest of them is overdue.
-    - `prefill`: computing the uncached part of the prompt.
-    - `adapter`: loading an adapter that is not resident, or waiting for an adapter slot.
-    - `slot`: until a full backend frees a sequence slot, or a closed backend takes prompts again.
-    - `stream`: the rest of the answer, weighted by `STREAM`.
+    - `prefill`: to compute the uncached part of the prompt.
+    - `adapter`: to load an adapter, or to wait for an adapter slot.
+    - `slot`: until a full backend has a free slot, or a closed backend takes prompts again.
+    - `stream`: for the rest of the answer, weighted by `STREAM`.
     - `harm`: the slowdown of the streams on the backend, weighted by `STREAM`, and the delay of later requests, which
       grows with the share of time that the backend spends on prompts.
-    - `eviction`: recomputing the cached blocks that this prompt displaces from a full cache, at the pool's hit ratio.
-    - `memory`: KV-cache space during the answer, except blocks shared with other requests; grows as the cache fills.
-    - `transfer`: fetching a prompt that another backend computed. Replaces `prefill`.
-    - `range`: the prompt's length is outside the backend's `prompt_range`.
-    - `headroom`: time left under the request's objective (`with_headroom`).
+    - `eviction`: to recompute the cached blocks that this prompt evicts from a full cache, at the pool's hit ratio.
+    - `memory`: for the KV cache space of the answer, except blocks shared with other requests; grows as the cache
+      fills.
+    - `transfer`: to fetch a prompt that another backend computed. Replaces `prefill`.
+    - `range`: a penalty if the prompt's length is outside the backend's `prompt_range`.
+    - `headroom`: for time that the backend would leave unused under the request's objective (`with_headroom`).
 
     A backend is closed to prompts while it has enough prompts, or while prompts take more of its time than the
     objectives of its streams allow (`BackendLoad.opens_at`). If a full or closed backend is the cheapest, the request
-    waits for it, behind the requests that already wait for it. Requests behind it may take room elsewhere. Speeds are
-    learned online, for the pool and for each backend relative to the pool.
+    waits for it, behind the requests that already wait for it. Later requests may take free slots elsewhere. Speeds are
+    learned for the pool, and for each backend relative to the pool.
     """
 
     def __init__(self, rng: Random, index: PrefixIndex | None = None, without: frozenset[str] = frozenset()) -> None:
-        """`without`: names of terms to leave out, for measurements. `objectives` is the name of the term `headroom`."""
+        """`without`: names of terms to leave out, for measurements. `objectives` means the term `headroom`."""
         self._rng = rng
         self._without = without
         self._index = index or PrefixIndex()
@@ -158,7 +159,7 @@ class CostPlacement(Placement):
     def _candidates(
         self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
     ) -> tuple[list[View], list[bool], list[PriceRow]] | NoCapacity | NoMatch:
-        """Returns the backends that can serve a request, whether each has room now, and their prices."""
+        """Returns the backends that can serve a request, whether each has a free slot now, and their prices."""
         # A split request can be served whole instead, so its prefill stage is priced even where it would have to wait.
         waits = request.stage is PREFILL
         if not waits and not any_room(views, ceiling):
@@ -179,7 +180,8 @@ class CostPlacement(Placement):
     def _idle(
         self, able: Sequence[View], fits: Sequence[bool], prices: Sequence[PriceRow], least_s: float
     ) -> list[int]:
-        """Returns the index of the idle backend with the least price without `harm`; empty if that is above `least_s`.
+        """Returns the index of the idle backend with the least price without `harm`; empty if that price is above
+        `least_s`.
 
         Waiting for another backend while this one is idle would serve no request sooner.
         """
@@ -192,7 +194,9 @@ class CostPlacement(Placement):
         return [index for total_s, index in sorted(idle)[:1] if total_s <= least_s]
 
     def _matched(self, request: Request, able: Sequence[View], backend_loads: Sequence[BackendLoad]) -> dict[str, int]:
-        """Returns backend -> cached blocks of the prompt. Each backend's index gets the size of its KV cache first."""
+        """Maps backends to the number of cached blocks of the prompt. Each backend's index first gets the size of its
+        KV cache.
+        """
         if not request.prefix:
             return {}
         for view, backend_load in zip(able, backend_loads, strict=True):
@@ -314,7 +318,7 @@ class CostPlacement(Placement):
         return prices
 
     def _slot_s(self, request: Request, view: View, ceiling: float, answer_s: float, now: float) -> float:
-        """Returns the seconds until a backend takes this request, after the requests with earlier claims."""
+        """Returns the seconds until a backend takes this request, after the requests that already wait for it."""
         claims = list(self._claims.get(view.backend, {}).items())
         before = next((index for index, (name, _) in enumerate(claims) if name == request.id), len(claims))
         if view.has_room(ceiling):
@@ -325,13 +329,15 @@ class CostPlacement(Placement):
         return waiting * answer_s / max(1, view.load)
 
     def _fits(self, request: Request, views: Sequence[View], ceiling: float, now: float) -> list[bool]:
-        """Returns for each backend whether it has room and, unless the prompt is fetched, takes the prompt now."""
+        """Returns for each backend whether it has a free slot and, unless the prompt is fetched, takes the prompt
+        now.
+        """
         if request.stage is DECODE:
             return [view.has_room(ceiling) for view in views]
         return self._open(views, request.band, ceiling, now)
 
     def _open(self, views: Sequence[View], band: int, ceiling: float, now: float) -> list[bool]:
-        """Returns for each backend whether it has room and takes one more prompt of `band` now."""
+        """Returns for each backend whether it has a free slot and takes one more prompt of `band` now."""
         if now != self._claims_at_s:
             self._claims_at_s = now
             self._claims.clear()

@@ -1,4 +1,6 @@
-"""The next request of a band: the first that fits on a backend, in the order of the fairness policy and the flow."""
+"""Finds the next request of a band: the first that fits on a backend, in the order of the fairness policy and the
+flow.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,16 @@ class Fit(Struct, frozen=True):
 
 
 class Limited(Struct, frozen=True):
-    """The next request, and the usage limit or the only allowed backend that it waits for."""
+    """The next request, which waits for a usage limit or for the only backend that may serve it."""
 
     queued: Queued
     limit: str
 
 
 class Unmatched:
-    """Requests of one band without a match in this pass. Room only shrinks, so similar requests do not match either."""
+    """Requests of one band that found no backend in this scheduling pass. Free slots only become fewer during a pass,
+    so similar requests find none either.
+    """
 
     def __init__(self) -> None:
         # A full backend that one of these requests should wait for, "" for none.
@@ -71,18 +75,18 @@ def first_fit(
     Each request is tried, until it fits, on:
 
     1. a backend that needs a probe, if `patient`;
-    2. backends without requests in the engine's queue, for a band above `default`;
-    3. backends that are neither probed nor ahead of their share in slow start;
+    2. backends without requests waiting in the engine, for a band above `default`;
+    3. backends that need no probe and have not used up their share in slow start;
     4. all backends.
 
     Args:
-        patient: False if a lower band waits too. Then a request takes the best backend with room instead of waiting for
-            a full backend, because the lower band would take that room. It is not sent as a probe while there is room
-            elsewhere either, because a request of the lower band can be the probe.
+        patient: False if a lower band waits too. Then a request takes the best backend with a free slot instead of
+            waiting for a full backend, because the lower band would take that slot. It also becomes a probe only if no
+            other backend has a free slot, because a request of the lower band can be the probe.
 
     Returns:
         Fit: the request and its backend. Limited: the next request waits for a usage limit or its only backend.
-        NoCapacity: no backend has room. None: no request can use the room.
+            NoCapacity: no backend has a free slot. None: no request can use the free slots.
     """
     passed_over = 0
     ready = _warm(views)
@@ -136,9 +140,9 @@ def first_fit(
 
 
 def _warm(views: Sequence[View]) -> Sequence[View]:
-    """Returns `views`, where backends in slow start are closed if they have their share and others are warmer.
+    """Returns `views`, where backends in slow start are closed if they have their share and other backends are warmer.
 
-    Backends that came back together are equally warm. A request without room here is tried on all `views` later.
+    Backends that came back together are equally warm. A request that finds no slot here is tried on all `views` later.
     """
     warmths = {view.warmth for view in views if view.available}
     if len(warmths) < 2:
@@ -151,7 +155,7 @@ def _warm(views: Sequence[View]) -> Sequence[View]:
 
 
 def _sure(views: Sequence[View]) -> Sequence[View]:
-    """Returns `views`, where doubtful backends are closed; empty if all or none are doubtful."""
+    """Returns `views` without free slots on doubtful backends; empty if all or none are doubtful."""
     doubtful = [view.doubtful for view in views]
     if not any(doubtful) or all(doubtful):
         return ()
@@ -161,11 +165,11 @@ def _sure(views: Sequence[View]) -> Sequence[View]:
 def _as_probe(
     queued: Queued, placement: Placement, views: Sequence[View], ceiling: float, now: float
 ) -> Placed | NoCapacity | NoMatch:
-    """Returns a place on a backend that needs a probe, whatever its price, or why there is none.
+    """Returns a placement on a backend that needs a probe, whatever its price, or why there is none.
 
-    Only a probe teaches a placement with learned prices that the backend is fast again. A backend that hung or was
-    slow, and has no readings, is probed with a stream only, because a stream shows early that the request must be
-    retried elsewhere.
+    Only a probe teaches a placement with learned prices that the backend is fast again. If a backend hung or was slow,
+    and has no metrics, its probe must be a stream, because a stream shows early that the request must be retried
+    elsewhere.
     """
     stream = queued.request.stream
     # The other backends are passed too, because some checks compare all backends, such as the longest context.
@@ -178,10 +182,10 @@ def _as_probe(
 def _at_only_backend(
     queued: Queued, placement: Placement, views: Sequence[View], ceiling: float, passed_over: int, now: float
 ) -> Fit | Limited | NoCapacity | NoMatch:
-    """Returns a place on the only backend that may serve the request, even if it is half-open or in slow start.
+    """Returns a placement on the only backend that may serve the request, even if it is half open or in slow start.
 
-    If that backend is full, down or closed to prompts while others have room, the request is set aside, so that it does
-    not block later requests.
+    If that backend is full, down or closed to prompts while others have free slots, the request leaves its flow, so
+    that it does not block later requests.
     """
     own = [view for view in views if view.backend == queued.request.backend]
     placed = placement.place(queued.request, own, ceiling, queued.excluded, now)
@@ -191,13 +195,13 @@ def _at_only_backend(
 
 
 def limited(queued: Queued, limits: UsageLimits) -> Limited | None:
-    """Returns the usage limit for which the request must wait, None if there is none."""
+    """Returns the usage limit for which the request must wait; None if there is none."""
     limit = limits.full(queued.request) if queued.request.limits else None
     return None if limit is None else Limited(queued, limit)
 
 
 def passes_over(higher: Iterable[Band], view: View, limits: UsageLimits) -> bool:
-    """Whether a request of the `higher` bands could be served by the backend that a lower band gets.
+    """Returns whether the backend that a lower band gets could serve a waiting request of the `higher` bands.
 
     Checks the first requests of each flow, at most `INVERSION_LOOK_MAX`. Requests at a usage limit do not count.
     """

@@ -26,14 +26,15 @@ class Placement(ABC):
     def place(
         self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
     ) -> Placed | NoCapacity | NoMatch:
-        """Returns the chosen backend, NoCapacity if no backend has room under `ceiling`, or NoMatch if none of the
-        backends with room can take this request now."""
+        """Returns the chosen backend; NoCapacity if no backend has a free slot under `ceiling`; NoMatch if none of the
+        backends with a free slot can take this request now.
+        """
 
     def booked(self, lease: int, request: Request, placed: Placed, now: float) -> None:
         """`request` was granted the backend of `placed` under `lease`."""
 
     def recomputing(self, lease: int) -> None:
-        """The backend computes the prompt of a decode stage itself, because the transfer failed."""
+        """Event: the backend computes the prompt of a decode stage itself, because the transfer failed."""
 
     def started(self, lease: int, now: float) -> None:
         """The first byte of the answer arrived."""
@@ -42,13 +43,14 @@ class Placement(ABC):
         """The attempt ended. `usage` is None if its tokens are unknown."""
 
     def cached(self, backend: str, hashes: Sequence[int]) -> None:
-        """`backend` has cached these blocks: a prompt and its answer, hashed like `Request.prefix`.
+        """Event: `backend` has cached these blocks, a prompt and its answer, hashed like `Request.prefix`.
 
-        Called shortly after `finished`, for some answers. The next turn of a conversation begins with these blocks.
+        Called shortly after `finished`, for some answers. The next request of the conversation begins with these
+        blocks.
         """
 
     def lost(self, backend: str) -> None:
-        """The process behind `backend` is gone or moved to another pool, so its cache no longer counts.
+        """Event: the process behind `backend` is gone or moved to another pool, so its cache no longer counts.
 
         Leases on the backend may still run; their events are reported until they end.
         """
@@ -67,7 +69,7 @@ class Placement(ABC):
         return [view for view in views if view.has_room(ceiling)]
 
     def changes_at(self, now: float) -> float | None:
-        """Returns the next time at which a waiting request may find a place by time alone; None if there is none."""
+        """Returns when a waiting request may find a backend although no event comes; None if that is not possible."""
         return None
 
     def work_s(self, requests: int, prompt_tokens: int, output_tokens: int, views: Sequence[View]) -> float | None:
@@ -87,7 +89,7 @@ class Presets(Registry[Callable[[Random], Placement]]):
     """The registry of placements.
 
     A placement declares at registration whether it reads `Request.prefix` (`prefixes`) and uses `Placement.cached`
-    (`answers`). Otherwise prompts are not hashed and answers are not read.
+    (`answers`). Otherwise prompts are not hashed and answers are not parsed.
     """
 
     def __init__(self) -> None:
@@ -98,7 +100,7 @@ class Presets(Registry[Callable[[Random], Placement]]):
     def register(
         self, name: str, *, prefixes: bool = False, answers: bool = False
     ) -> Callable[[Callable[[Random], Placement]], Callable[[Random], Placement]]:
-        """Decorator that registers a factory under `name`. Raises ValueError if the name is taken."""
+        """Returns a decorator that registers a factory under `name`. Raises ValueError if the name is taken."""
         if prefixes:
             self._prefixed.add(name)
         if answers:
@@ -127,7 +129,7 @@ presets = Presets()
 
 
 class FilteredPlacement(Placement):
-    """Applies the filters that every preset shares, then `pick` chooses among the remaining backends."""
+    """Applies the filters that every placement shares. `pick` then chooses among the remaining backends."""
 
     def __init__(self, pick: Pick) -> None:
         self._pick = pick
@@ -152,7 +154,7 @@ def make(name: str, rng: Random) -> Placement:
 
 
 def picking(name: str) -> Callable[[Callable[[Random], Pick]], Callable[[Random], Pick]]:
-    """Decorator that registers a factory of pick functions as the placement `name`."""
+    """Returns a decorator that registers a factory of pick functions as the placement `name`."""
 
     def register(factory: Callable[[Random], Pick]) -> Callable[[Random], Pick]:
         presets.register(name)(lambda rng: FilteredPlacement(factory(rng)))
@@ -164,7 +166,9 @@ def picking(name: str) -> Callable[[Callable[[Random], Pick]], Callable[[Random]
 def fitting(
     request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str]
 ) -> list[View] | NoCapacity | NoMatch:
-    """Returns the backends (at least one) with room under `ceiling` that can serve `request`, or why there is none."""
+    """Returns the backends (at least one) with a free slot under `ceiling` that can serve `request`, or why there is
+    none.
+    """
     roomy = [view for view in views if view.has_room(ceiling)]
     if not roomy:
         return NO_CAPACITY
@@ -175,7 +179,7 @@ def fitting(
 
 
 def any_room(views: Sequence[View], ceiling: float) -> bool:
-    """Whether at least one of `views` has room under `ceiling`."""
+    """Returns whether at least one of `views` has a free slot under `ceiling`."""
     for view in views:  # noqa: SIM110 - usually the first has room, and a generator costs more
         if view.has_room(ceiling):
             return True
@@ -188,7 +192,9 @@ def context_tokens(request: Request) -> int:
 
 
 def could_serve(request: Request, excluded: frozenset[str], view: View) -> bool:
-    """Whether a backend with room could serve `request`: by its model, role and context, and unless `excluded`."""
+    """Returns whether a backend could serve `request` if it had a free slot: by model, role and context, and unless
+    `excluded`.
+    """
     if request.model not in view.served or view.backend in excluded:
         return False
     if request.backend not in (None, view.backend) or (view.role is Role.PREFILL and not request.splittable):
@@ -197,7 +203,7 @@ def could_serve(request: Request, excluded: frozenset[str], view: View) -> bool:
 
 
 def with_context(request: Request, fitting: list[View], views: Sequence[View], excluded: frozenset[str]) -> list[View]:
-    """Drops backends whose context is too short, if a backend of `views` outside `excluded` has a longer context.
+    """Removes backends whose context is too short, if a backend of `views` outside `excluded` has a longer context.
 
     The prompt's length is an estimate. If even the longest context seems too short, the engine decides.
     """

@@ -1,16 +1,18 @@
 """An approximate prefix index: the prompt blocks that each backend has probably cached.
 
 A prompt is a chain of block hashes. Each hash covers its block and all earlier blocks, so equal hashes mean equal
-prompts up to that block. Per backend, the index keeps about as many recently sent blocks as the KV cache has room for.
-A match therefore predicts the cached part of a prompt.
+prompts up to that block. For each backend, the index has about as many recently sent blocks as fit into the KV cache.
+So a match predicts the cached part of a prompt.
 
-Recency is kept in *generations*. A touched block moves to the youngest generation. A full generation is followed by a
-new one. To make room, the oldest generation is dropped as a whole. So the index approximates LRU (Mattson et al.,
+Blocks are stored in *generations*. A used block moves to the youngest generation, and a full generation is followed by
+a new one. To free space, the oldest generation is dropped as a whole. So the index approximates LRU (Mattson et al.,
 "Evaluation techniques for storage hierarchies", 1970): it never exceeds the capacity, and always has the most recently
-used blocks that fill 7/8 of the capacity. A chain is touched as a whole, so a block is never older than its successors,
-and tails are dropped before their heads, as in vLLM's free list. The indexed part of a chain is therefore always a
-prefix of the chain, lies in generations of growing age, and is found by bisection. An exact LRU list would double the
-memory for no gain, because the true capacity is known less exactly than to an eighth.
+used blocks that fill 7/8 of the capacity.
+
+The blocks of a chain move together, so a block is never older than its successors, and tails are dropped before their
+heads, as in vLLM's free list. The indexed part of a chain is therefore always a prefix of the chain, lies in
+generations of growing age, and is found by bisection. An exact LRU list would double the memory for no gain, because
+the true capacity is known less exactly than to an eighth.
 
 Memory per block and backend: a key of 36 bytes, and an entry of 27 bytes in a full generation, which exactly fills a
 CPython dict. Generations are at least half full on average, so an average entry takes at most 54 bytes.
@@ -50,7 +52,9 @@ class PrefixIndex:
         self._recent: dict[str, _RecentBlocks] = {}
 
     def match(self, hashes: Sequence[int]) -> dict[str, int]:
-        """Returns backend -> number of the prompt's first blocks cached there, for backends with at least one block."""
+        """Maps backends to the number of the prompt's first blocks that they have cached. Backends without a cached
+        block are left out.
+        """
         found = {}
         if hashes:
             for backend, recent in self._recent.items():
@@ -60,7 +64,9 @@ class PrefixIndex:
         return found
 
     def record(self, backend: str, hashes: Sequence[int]) -> None:
-        """`backend` has computed these blocks, a chain from its first block on. Of a long chain the head is kept."""
+        """Records that `backend` has computed these blocks, a chain from its first block on. Of a long chain, only the
+        head is stored.
+        """
         self._recent_blocks(backend).touch(hashes)
 
     def forget(self, backend: str) -> None:
@@ -68,14 +74,14 @@ class PrefixIndex:
         self._recent.pop(backend, None)
 
     def resize(self, backend: str, blocks: int) -> None:
-        """Set the number of prompt blocks for which the KV cache of `backend` has room."""
+        """Sets the number of prompt blocks that fit into the KV cache of `backend`."""
         self._recent_blocks(backend).resize(blocks)
 
     def calibrate(self, backend: str, predicted: float, real: float) -> None:
-        """Learn from the predicted and the real cached part of one prompt, both in the same unit.
+        """Learns from the predicted and the real cached part of one prompt, both in the same unit.
 
-        A prediction that is far too high cuts the limit by up to 1/16, so that entries age faster. Any other prediction
-        gives back 1/512 of the capacity.
+        A prediction that is far too high reduces the limit of the index by up to 1/16, so that entries are dropped
+        sooner. Any other prediction raises it by 1/512 of the capacity.
         """
         recent = self._recent.get(backend)
         if recent is not None and predicted > 0:
@@ -92,7 +98,9 @@ class PrefixIndex:
         return self._capacity_blocks if recent is None else recent.limit
 
     def room(self, backend: str) -> int:
-        """Returns how many blocks fit up to 7/8 of the limit, the size to which a full index is cut."""
+        """Returns how many blocks can be added until the index has 7/8 of its limit, the size to which a full index is
+        cut.
+        """
         # `limit` and `size` are inlined: this runs for each backend and each request.
         recent = self._recent.get(backend)
         size, limit = (0, self._capacity_blocks) if recent is None else (recent.size, recent.limit)
@@ -129,7 +137,7 @@ class _RecentBlocks:
         return at
 
     def touch(self, hashes: Sequence[int]) -> None:
-        """Move a chain to the youngest generation, tail first, so that no head is older than its tail."""
+        """Moves a chain to the youngest generation, tail first, so that no head is older than its tail."""
         end = min(len(hashes), self.limit)
         while end:
             youngest = self._generations[-1]
@@ -175,7 +183,7 @@ class _RecentBlocks:
             self._generations.append({})
 
     def _rotate(self) -> None:
-        """Begin a generation. Small neighbours are merged, so that there are never many generations."""
+        """Begins a new generation. Small neighbouring generations are merged, so that there are never many."""
         joined = self._generations[:1]
         for generation in self._generations[1:]:
             if len(joined[-1]) + len(generation) <= self._generation_blocks:

@@ -16,9 +16,9 @@ HEADROOM_COST = 0.05
 
 
 class PriceRow(Struct, frozen=True):
-    """A `Price` in compact form: two objects instead of nine.
+    """A `Price` as a row of numbers: two Python objects instead of nine.
 
-    Many rows of past choices are kept, and the garbage collector visits all of them.
+    Many rows of past decisions are stored, and the garbage collector visits all of them.
     """
 
     backend: str

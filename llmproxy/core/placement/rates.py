@@ -59,7 +59,7 @@ class Attention:
         """Learns from `took_s`, the time in which `tokens` were computed.
 
         `attended` is the number of earlier tokens that each of them attends to, summed. `line` gives the pool's prefill
-        time for an attention-weighted number of tokens.
+        time for a number of tokens weighted by attention.
         """
         expected_s = JITTER_S + line.at(tokens + self.share * attended)
         weight = expected_s**-2
@@ -82,7 +82,7 @@ class Attention:
 class _WeightedRatio:
     """The time of a backend divided by its pool's expected time, and the variance of that ratio.
 
-    The sums forget exponentially. The expected time of old observations follows the current line.
+    Older observations lose weight exponentially. Their expected time is computed with the current line.
     """
 
     def __init__(self, keep: float) -> None:
@@ -107,7 +107,8 @@ class _WeightedRatio:
     def drawn_to(self, middle: float, line: LearnedLine) -> float:
         """Returns the ratio, shrunk towards `middle`.
 
-        It is shrunk more for a larger standard error (positive-part James-Stein) and for older observations.
+        The ratio is shrunk more if its standard error is larger (positive-part James-Stein) or its observations are
+        older.
         """
         expected = line.base * self._count + line.slope * self._x
         over = self._took / expected - middle if expected > 0.0 else 0.0
@@ -121,11 +122,11 @@ class _WeightedRatio:
 class SpeedFactor:
     """Learns `factor`: the time of one backend divided by its pool's; 1 until its own observations differ.
 
-    The last fifty observations give the long-term ratio; the last ten replace it if they differ by more than chance.
-    The long-term ratio is shrunk towards 1 and the recent one towards the long-term ratio, so that chance does not send
-    the work to one of several equal backends. While the pool learns, its first backend defines the pool's speed.
-    A backend that seems slow gets no work and cannot prove otherwise, so its evidence fades with the observations of
-    the others.
+    The last fifty observations give the long-term ratio. The ratio of the last ten replaces it if the two differ by
+    more than chance. The long-term ratio is shrunk towards 1, and the recent ratio towards the long-term one, so that
+    chance does not send the work to one of several equal backends. While the pool learns, its first backend defines the
+    pool's speed. A backend that seems slow gets no work and cannot prove otherwise, so its evidence loses weight with
+    the observations of the others.
     """
 
     def __init__(self) -> None:
@@ -134,13 +135,13 @@ class SpeedFactor:
         self.factor = 1.0
 
     def learn(self, line: LearnedLine, x: float, took: float) -> None:
-        """The backend took `took` at `x`. The expected time of its pool is `line.at(x)`."""
+        """Learns that the backend took `took` for the work `x`. The expected time of its pool is `line.at(x)`."""
         self._long.learn(line, x, took)
         self._recent.learn(line, x, took)
         self.renew(line)
 
     def renew(self, line: LearnedLine) -> None:
-        """Compute `factor` with the current line. Callers skip this until `line.seen` reaches `stale_at`."""
+        """Computes `factor` with the current line. Callers skip this until `line.seen` reaches `stale_at`."""
         self.stale_at = line.seen + STALE
         self.factor = max(FACTOR_MIN, self._recent.drawn_to(self._long.drawn_to(1.0, line), line))
 
@@ -184,7 +185,7 @@ class LoadTimesByTier:
 
 
 class PoolRates:
-    """The learned times of a pool. A backend's time is the pool's time multiplied by its own `SpeedFactor`."""
+    """The learned times of a pool. A backend's time is the pool's time multiplied by the backend's `SpeedFactor`."""
 
     def __init__(self, attention: float = ATTENTION) -> None:
         self.attention = Attention(attention)
@@ -231,7 +232,7 @@ class PoolRates:
         return 1.0 / sum(1.0 / max(one_s, 1e-9) for one_s in alone_s)
 
     def prefilled(self, speed: SpeedFactor, tokens: float, attended: float, took_s: float) -> None:
-        """A backend computed `tokens` prompt tokens in `took_s`. For `attended` see `Attention.learn`."""
+        """Learns that a backend computed `tokens` prompt tokens in `took_s`. For `attended` see `Attention.learn`."""
         self._whole_answers = 0
         # Slow backends may get other prompt lengths than fast ones, which would tilt the line without the correction.
         self._usual_factor = follow(self._usual_factor, speed.factor, 1.0 - KEEP)
@@ -242,7 +243,9 @@ class PoolRates:
         speed.learn(self.prefill, tokens, took_s)
 
     def loaded(self, speed: SpeedFactor, tiers: Sequence[int], tokens: float, took_s: float) -> None:
-        """In `took_s`, a backend computed `tokens` (weighted by attention) and loaded adapters of these tiers."""
+        """Learns that a backend computed `tokens` (weighted by attention) and loaded adapters of these tiers in
+        `took_s`.
+        """
         loads_s = max(0.0, took_s - self.prefill.at(tokens) * speed.factor)
         expected_s = [self.loads.at(tier) for tier in tiers]
         each = loads_s / sum(expected_s) if sum(expected_s) > 0.0 else 0.0
@@ -250,7 +253,8 @@ class PoolRates:
             self.loads.learn(tier, one_s * each)
 
     def streamed(self, speed: SpeedFactor, running: float, per_token_s: float, decode_s: float) -> None:
-        """A stream took `per_token_s` for each token after the first, with about `running` sequences in the batch.
+        """Learns that a stream took `per_token_s` for each token after the first, with about `running` sequences in the
+        batch.
 
         `decode_s` is `per_token_s` without the time of prompts that the backend computed meanwhile.
         """
@@ -268,10 +272,11 @@ class PoolRates:
         took_s: float,
         others_s: float,
     ) -> None:
-        """A non-streamed answer of `steps` tokens ended `took_s` after it got its place in the batch.
+        """Learns from a non-streamed answer of `steps` tokens that ended `took_s` after its prompt began to be
+        computed.
 
         The time is split in proportion to the expected times of prompt and tokens, so both speed factors learn the same
-        ratio. The base of a prompt cannot be separated here, and is assumed until streams show it.
+        ratio. The base time of a prompt cannot be separated here, and is assumed until streams show it.
 
         Args:
             tokens: Weighted prompt tokens to compute before the first token.

@@ -24,10 +24,10 @@ def session(rng: Random) -> Pick:
     """Rendezvous hashing (Thaler and Ravishankar, 1998) with bounded loads (Mirrokni, Thorup and Zadimoghaddam,
     "Consistent hashing with bounded loads", 2018). A request without a session goes to the least loaded backend.
 
-    Every backend has a weight for every session, the same in every process. Of the backends with room and a
-    saturation below `IDLE` or below `BOUND` times the mean (with this request), a session goes to the backend with the
-    highest weight. Such a backend always exists, because not all can be above their mean. If a backend leaves, only its
-    own sessions move, each to its next backend, and return when the backend does.
+    Every backend has a weight for every session, the same in every process. A session goes to the backend with the
+    highest weight among the backends with a free slot and a saturation below `IDLE`, or below `BOUND` times the mean
+    (with this request). Such a backend always exists, because not all can be above their mean. If a backend leaves,
+    only its own sessions move, each to its next backend, and return when the backend does.
     """
     without = least_request(rng)
 

@@ -1,4 +1,4 @@
-"""Placements that read the views alone and learn nothing."""
+"""Placements that use only the views of the backends, and learn nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def least_request(rng: Random) -> Pick:
 
 @picking("round_robin")
 def round_robin(_: Random) -> Pick:
-    """The backend with room that follows the previous choice in the order of names."""
+    """Takes the backend with a free slot that follows the previous choice in the order of names."""
     last = ""
 
     def pick(_: Request, views: Sequence[View]) -> Placed:

@@ -51,14 +51,14 @@ def as_decode(request: Request) -> Request:
 
 
 def as_stage(request: Request, stage: Stage) -> Request:
-    """Returns `request`, an unsplit request, as the given stage."""
+    """Returns the given stage of `request`, an unsplit request."""
     if stage is Stage.WHOLE:
         return request
     return as_prefill(request) if stage is Stage.PREFILL else as_decode(request)
 
 
 def staged(placement: Placement, settings: Disaggregation) -> StagedPlacement:
-    """Returns `placement` wrapped to split requests by `settings`, or itself if it already splits requests."""
+    """Wraps `placement` to split requests by `settings`. Returns `placement` itself if it already splits requests."""
     return placement if isinstance(placement, StagedPlacement) else StagedPlacement(placement, settings)
 
 
@@ -91,7 +91,7 @@ class StagedPlacement(Placement):
         self._paused_until_s: dict[str, float] = {}
 
     def begin(self, views: Sequence[View]) -> None:
-        """Begin a scheduling pass over all `views`. Later calls of the pass may get only some of them."""
+        """Begins a scheduling pass over all `views`. Later calls of the pass may get only some of them."""
         self._split_up = False
         for view in views:
             if view.role is not Role.BOTH:
@@ -138,7 +138,9 @@ class StagedPlacement(Placement):
         excluded: frozenset[str],
         now: float,
     ) -> Placed | NoMatch | None:
-        """Returns the place of the prefill stage, which names the backend of the decode stage; None for no split."""
+        """Returns the placement of the prefill stage, which names the backend of the decode stage; None if the request
+        is not split.
+        """
         inner = self.inner
         prompt = as_prefill(request)
         paused = self._paused_until_s
@@ -167,7 +169,7 @@ class StagedPlacement(Placement):
         return request.prompt_tokens - cached_tokens >= tokens
 
     def transferred(self, backend: str, now: float, *, arrived: bool) -> None:
-        """The transfer of a prompt that `backend` computed succeeded (`arrived`) or failed."""
+        """Records that the transfer of a prompt that `backend` computed succeeded (`arrived`) or failed."""
         if arrived:
             self._failures.pop(backend, None)
             self._paused_until_s.pop(backend, None)

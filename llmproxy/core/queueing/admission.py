@@ -89,10 +89,10 @@ class Admission:
     def _servable(
         self, request: Request, excluded: frozenset[str], entry: AdmissionKind, now: float
     ) -> tuple[frozenset[str], bool]:
-        """Returns (backends that the request must not use, whether the request is on hold until a backend is up).
+        """Returns (backends that the request must not use, whether the request is held until a backend is up).
 
-        The set is `excluded` plus `request.avoid`, or `excluded` alone if no other backend is up. For a request on
-        hold, backends that may come back are removed from it. Raises Refused if no backend can come up.
+        The set is `excluded` plus `request.avoid`, or `excluded` alone if no other backend is up. For a held request,
+        backends that may come back are removed from the set. Raises Refused if no backend can come up.
         """
         if request.backend is not None:
             return excluded, self._waits_for_own_backend(request, request.backend)
@@ -113,8 +113,9 @@ class Admission:
         raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_EMPTY_S)
 
     def _waits_for_own_backend(self, request: Request, name: str) -> bool:
-        """Whether a request bound to one backend is on hold until that backend is up. Raises Refused if it never will
-        be, or if the configuration holds no requests."""
+        """Returns whether a request bound to one backend is held until that backend is up. Raises Refused if the
+        backend will not come up, or if the configuration holds no requests.
+        """
         backend = self._backends.get(name)
         if backend is None or backend.health.gone or not backend.serves(request.model):
             raise _lost_reference(request)

@@ -17,11 +17,11 @@ OF_BACKEND = "backend:"
 
 
 class BlockedRequests:
-    """Requests that cannot be granted at their turn for a reason of their own.
+    """Requests that cannot be granted when they would be next, for a reason of their own.
 
-    Either a usage limit in flight of their tenant or model is reached, or their only backend has no room. Each such
-    limit and backend has a queue: highest band first, then earliest arrival. A request is blocked at its turn, so that
-    it does not hold up later requests of its flow, and goes back to its place in the flow when there is room.
+    Either an in-flight limit of their tenant or model is reached, or their only backend has no free slot. Each such
+    limit and backend has a queue: highest band first, then earliest arrival. A blocked request leaves its flow, so that
+    it does not delay later requests, and returns to its position in the flow when the reason is gone.
     """
 
     def __init__(self) -> None:
@@ -53,12 +53,13 @@ class BlockedRequests:
             del self._sizes[queued.blocked_by], self._queues[queued.blocked_by]
 
     def next(self, free: Callable[[str, int], int], lowest: int | None = None) -> list[Queued]:
-        """Take out the requests that may go back to their flows.
+        """Takes out the requests that may go back to their flows.
 
         Args:
-            free: (Queue, band of its first request) -> how many requests of the queue have room.
-            lowest: The lowest band to take; None in the first round of a pass. The first round leaves room for requests
-                that went back earlier and still wait. The second round does not, because they have fitted nowhere.
+            free: (Queue, band of its first request) -> how many requests of the queue could be granted.
+            lowest: The lowest band to take; None in the first round of a scheduling pass. The first round leaves
+                slots for requests that went back earlier and still wait. The second round does not, because those
+                requests fit on no backend.
         """
         back: list[Queued] = []
         for name in list(self._queues):
@@ -74,7 +75,9 @@ class BlockedRequests:
         return back
 
     def first(self, limits: UsageLimits) -> Key:
-        """Returns (-band, arrival) of the first request whose usage limit has room; NONE_BLOCKED if there is none."""
+        """Returns (-band, arrival) of the first request whose usage limit is not reached; NONE_BLOCKED if there is
+        none.
+        """
         names = (name for name in self._queues if not name.startswith(OF_BACKEND) and limits.free(name))
         heads = (self._queues[name].least() for name in names)
         return min((entry[0] for entry in heads if entry is not None), default=NONE_BLOCKED)
@@ -86,7 +89,7 @@ class BlockedRequests:
                 yield entry[2]
 
     def left(self, name: str) -> None:
-        """A request that had gone back from this queue to its flow left the flow."""
+        """Records that a request that had gone back from this queue to its flow left the flow."""
         self._back[name] -= 1
         if not self._back[name]:
             del self._back[name]
@@ -96,7 +99,7 @@ class BlockedRequests:
         return {where: blocked for where, blocked in self._by_band.items() if blocked}
 
     def any_below(self, level: int) -> bool:
-        """Whether a request of a band below `level` is blocked."""
+        """Returns whether a request of a band below `level` is blocked."""
         return bool(self.size) and any(band < level for (band, _), blocked in self._by_band.items() if blocked)
 
     def before(self, queued: Queued) -> int | None:

@@ -1,4 +1,4 @@
-"""Deadlines of waiting requests, on a normal clock and on a hold clock, which runs while no backend is up."""
+"""Deadlines of waiting requests, on two clocks: one runs while a backend is up, the other while no backend is up."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Deadlines:
     """The deadlines of the requests that wait in one pool.
 
     A pool has two clocks, and one of them runs at a time. While a backend is up, the normal clock measures each
-    request's own time to wait. While no backend is up, the hold clock runs instead: requests are on hold for
-    `no_backend_wait_s`, or for their own time to wait if that is shorter. So a rolling restart costs no request its
-    place. With `no_backend_wait_s` 0 the normal clock always runs.
+    request's maximum wait. While no backend is up, requests are held and the hold clock runs: for `no_backend_wait_s`,
+    or for their maximum wait if that is shorter. So a rolling restart costs no request its position. With
+    `no_backend_wait_s` 0, the normal clock always runs.
     """
 
     def __init__(self, no_backend_wait_s: float) -> None:
@@ -44,7 +44,7 @@ class Deadlines:
         self._running = 0
 
     def reconfigure(self, no_backend_wait_s: float, waiting: Collection[Queued], now: float) -> None:
-        """Apply another hold time from now on, also to the requests in `waiting`."""
+        """Applies another `no_backend_wait_s` from now on, also to the requests in `waiting`."""
         if no_backend_wait_s == self._no_backend_wait_s:
             return
         self._no_backend_wait_s = no_backend_wait_s
@@ -71,7 +71,7 @@ class Deadlines:
         self.reenter(queued, waiting)
 
     def reenter(self, queued: Queued, waiting: int) -> None:
-        """Add the new object of a request that waits already, with its old deadlines."""
+        """Adds the new object of a request that already waits, with its old deadlines."""
         for heap, due_s in zip(self._heaps, queued.due_s, strict=True):
             heap.push(due_s, queued, waiting)
 
@@ -85,7 +85,7 @@ class Deadlines:
         return queued.due_s[self._running] - self._clocks[self._running].read(now)
 
     def own_left_s(self, queued: Queued, now: float) -> float:
-        """Returns the seconds left to `queued` on the normal clock, which does not count time on hold."""
+        """Returns the seconds left to `queued` on the normal clock, which does not run while the request is held."""
         return queued.due_s[0] - self._clocks[0].read(now)
 
     def due(self, now: float, most: int) -> list[Queued]:

@@ -1,4 +1,4 @@
-"""Ceilings: the saturation up to which each band may fill a backend, so that higher bands keep room."""
+"""Ceilings: the saturation up to which each band may fill a backend, so that slots stay free for higher bands."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from llmproxy.core.settings import BELOW_HIGHEST, Settings
 class Headroom:
     """The ceilings of one pool.
 
-    The room above a ceiling is for higher bands. A band is in use for `headroom_s` after its last request. No room is
-    kept for a band that is not in use: a band has the highest of its own ceiling and the ceilings of the unused bands
-    below the next higher band in use. The next request of an unused band restores the ceilings. If all backends are
-    full then, this request waits for one release at most.
+    The slots above a ceiling are for higher bands. A band is in use for `headroom_s` after its last request. No slots
+    are reserved for a band that is not in use: a band has the highest of its own ceiling and the ceilings of the unused
+    bands below the next higher band in use. The next request of an unused band restores the ceilings. If all backends
+    are full then, this request waits for the end of one answer at most.
 
     Bands below the highest band in use must always leave a slot free: on each backend with at least four sequences
     (`View.slots`), or in the whole pool if all backends are smaller (`keeps_slot`), except in a pool of a single slot.
@@ -37,18 +37,18 @@ class Headroom:
         self._highest = settings.ceiling_range[1]
 
     def used(self, band: int, now: float) -> None:
-        """A request of `band` arrived."""
+        """Records a request of `band`, which makes the band used."""
         if band not in self._used_s:
             self._used_s = {other: used_s for other, used_s in self._used_s.items() if self._lasts(used_s, now)}
         self._used_s[band] = now
 
     def inherit(self, other: Headroom) -> None:
-        """Take over the bands in use of another pool, which becomes part of this one."""
+        """Takes over the bands in use of another pool, which becomes part of this one."""
         for band, used_s in other._used_s.items():
             self._used_s[band] = max(used_s, self._used_s.get(band, -inf))
 
     def ceiling(self, band: int, now: float) -> float:
-        """Returns the saturation (0..1] at which `band` waits now."""
+        """Returns the saturation (0..1] from which requests of `band` must wait."""
         ceiling = self._own.get(band)
         if ceiling is None:
             ceiling = self._own[band] = self._settings.ceiling(band)
@@ -60,7 +60,7 @@ class Headroom:
         return ceiling if above is None else min(ceiling, BELOW_HIGHEST * self._highest)
 
     def keeps_slot(self, band: int, views: Sequence[View], now: float) -> bool:
-        """Whether the pool has a single free slot, which is kept for a band above `band`."""
+        """Returns whether the pool has a single free slot, which is reserved for a band above `band`."""
         if not self.used_above(band, now):
             return False
         free, idle = 0, True
@@ -88,11 +88,11 @@ class Headroom:
         return self._next_above(band, now) is not None
 
     def views_for(self, band: int, views: Sequence[View], now: float) -> Sequence[View]:
-        """Returns `views`, where a backend with requests in the queue of its engine may be closed to `band`.
+        """Returns `views`, where a backend with requests that wait inside its engine may be closed to `band`.
 
-        It is closed to a band below `default` while a higher band is in use, because requests of the higher band would
-        wait behind this band in the engine. It is closed to a band above `default` beyond the load that the engine was
-        seen to run (`doubtful`), because the request would wait in the engine behind earlier requests.
+        Such a backend is closed to a band below `default` while a higher band is in use, because requests of the higher
+        band would wait behind this band in the engine. It is closed to a band above `default` beyond the load that the
+        engine was seen to run (`doubtful`), because the request would wait in the engine behind earlier requests.
         """
         if band == DEFAULT or not any(view.waiting for view in views):
             return views
@@ -105,7 +105,7 @@ class Headroom:
         ]
 
     def changes_at(self, now: float) -> float | None:
-        """Returns when the next band goes out of use; None if no ceiling changes by time alone."""
+        """Returns when the next band is no longer in use; None if no ceiling changes without an event."""
         ends_s = [used_s + self._settings.headroom_s for used_s in self._used_s.values()]
         return min((end_s for end_s in ends_s if now < end_s < inf), default=None)
 

@@ -26,7 +26,8 @@ class MinShares:
         self._credits = {band: self._credits.get(band, 0.0) for band in self.shares}
 
     def granted(self, band: int, cost: float, waiting: Iterable[int]) -> dict[int, float]:
-        """Work of `cost` was granted to `band` while the bands `waiting` had waiting requests.
+        """Credits the waiting bands for work of `cost` that was granted to `band`. `waiting`: the bands with waiting
+        requests.
 
         Returns band -> change of its credit, for `undone`.
         """
@@ -40,7 +41,7 @@ class MinShares:
         return {changed: self._credits[changed] - was for changed, was in before.items()}
 
     def undone(self, changes: Mapping[int, float], cost: float) -> None:
-        """A grant of `cost` was not used: revert its `changes` of credits."""
+        """Reverts the `changes` of credits of a grant of `cost` that was not used."""
         for band, change in changes.items():
             if band not in self._credits:
                 continue

@@ -22,7 +22,9 @@ _NOTHING = _Usage()
 
 @dataclass(frozen=True, slots=True)
 class Full:
-    """A reached limit of the waiting room, named as in the configuration. `total`: whether it is for all bands."""
+    """A reached limit of the waiting room, named as in the configuration. `total`: whether the limit is for all bands
+    together.
+    """
 
     name: str
     limit: int
@@ -104,7 +106,7 @@ class Occupancy:
         return self._since_s[request.band][request.id]
 
     def longest_s(self, now: float) -> dict[int, float]:
-        """Returns band -> the longest wait of its requests since they arrived or came back."""
+        """Returns band -> the longest wait of its requests, since their arrival or their last attempt."""
         return {band: now - next(iter(since_s.values())) for band, since_s in self._since_s.items() if since_s}
 
     def check(self) -> None:
@@ -119,9 +121,10 @@ class Occupancy:
 
 
 class DrainRate:
-    """The rate of grants, for `Retry-After`, measured over the last grants.
+    """The rate at which waiting requests get backends, measured over the last grants. `Retry-After` is computed from
+    it.
 
-    The grant of a request that came back, because its attempt failed or was preempted, is not counted.
+    If a granted request waits again, because its attempt failed or was preempted, its grant is not counted.
     """
 
     _GRANTS = 64
@@ -140,7 +143,7 @@ class DrainRate:
         self._grants.append((now, request))
 
     def came_back(self, request_id: str) -> None:
-        """A granted request waits again, so its grant is removed."""
+        """Removes the grant of a request that waits again."""
         for at, (_, granted) in enumerate(self._grants):
             if granted.id == request_id:
                 del self._grants[at]

@@ -20,7 +20,9 @@ Key = tuple[float, float]
 
 
 class Rank(Struct, frozen=True):
-    """The sort key of a request in its flow, least first. From the time `turns_s` on, `then` replaces `key`."""
+    """The sort key of a request in its flow, least first. From the time `turns_s` on, the key is `then` instead of
+    `key`.
+    """
 
     key: Key
     turns_s: float = inf
@@ -35,7 +37,7 @@ class Ordering(ABC):
 
     @abstractmethod
     def rank(self, request: Request, service_s: float) -> Rank:
-        """Returns the rank of `request`. Its first token is expected `service_s` after its grant."""
+        """Returns the rank of `request`. `service_s`: the expected time from its grant to its first token."""
 
 
 orderings: Registry[Callable[[Settings], Ordering]] = Registry("ordering policy")
@@ -51,10 +53,10 @@ class FcfsOrdering(Ordering):
 
 @orderings.register("least_slack")
 class LeastSlack(Ordering):
-    """Least slack first: the objective minus the time waited minus the expected service time.
+    """Least slack first. Slack is the objective minus the time waited minus the expected service time.
 
-    A request that can no longer meet its objective steps back, because serving it first would make others late too.
-    From then on it is due `AGED_S` after its arrival, like a request without an objective for the first token.
+    A request that can no longer meet its objective goes behind others, because serving it first would make others late
+    too. From then on it is due `AGED_S` after its arrival, like a request without an objective for the first token.
     """
 
     def rank(self, request: Request, service_s: float) -> Rank:

@@ -22,14 +22,16 @@ time of a pass."""
 
 
 def head_rank(request: Request) -> Rank:
-    """Returns the rank of a preempted request, which goes before all others because it already had its turn."""
+    """Returns the rank of a preempted request. It goes before all others of its flow, because it had already been
+    granted.
+    """
     return Rank((-inf, request.arrived_s))
 
 
 class Queued(Struct, eq=False):
     """A request in the waiting room.
 
-    `gone` and `key` invalidate heap entries. An object that is gone never comes back: a request that is blocked or
+    `gone` and `key` invalidate heap entries. An object that is `gone` is never used again: a request that is blocked or
     unblocked gets a new object.
     """
 
@@ -53,7 +55,7 @@ class Queued(Struct, eq=False):
 
 
 def waits(entry: HeapEntry[Any, Queued]) -> bool:
-    """Whether a heap entry is valid: its object still waits."""
+    """Returns whether a heap entry is valid, because its request still waits."""
     return not entry[2].gone
 
 
@@ -181,7 +183,7 @@ class Band:
             self._tell_head(request.flow, line)
 
     def refresh(self, now: float) -> None:
-        """Apply the ranks that change by time. Flows keep this order until the next call."""
+        """Applies the ranks that have changed by time. Flows keep this order until the next call."""
         while (entry := self._turns.least()) is not None and entry[0] <= now:
             queued = self._turns.pop()
             line = self._lines[queued.request.flow]

@@ -20,7 +20,7 @@ Rate = tuple[str, str, float]
 
 
 class Rates(Protocol):
-    """Enforces the rates of usage limits. `admit` and `ended` are called once for each request."""
+    """Enforces the rate limits of tenants and models. `admit` and `ended` are called once for each request."""
 
     def reconfigure(self, limits: Mapping[str, UsageLimit], now: float) -> None:
         """Apply other limits."""
@@ -29,19 +29,19 @@ class Rates(Protocol):
         """Charge a request and its expected tokens. Raises Refused (`rate_limited`)."""
 
     def used(self, request: Request, tokens: float, now: float) -> None:
-        """Charge the tokens of one attempt. The first call for a request replaces its expected tokens."""
+        """Charges the tokens of one attempt. The first call for a request replaces its expected tokens."""
 
     def ended(self, request: Request, now: float) -> None:
-        """The request ended: refund expected tokens that were never replaced by `used`."""
+        """Refunds expected tokens that were never replaced by `used`, because the request has ended."""
 
     def left_per_min(self, name: str, now: float) -> tuple[float | None, float | None]:
         """Returns the remaining (requests, tokens) of a limit; None for a rate that is not configured or unknown."""
 
     def debts(self, now: float) -> dict[RateName, float]:
-        """Returns rate -> seconds until the rate is full again, without full rates. For `restore`."""
+        """Returns, for each rate limit in use, the seconds until it is unused again. The input of `restore`."""
 
     def restore(self, debts: Mapping[RateName, float], now: float) -> None:
-        """Take over the debts of the process that this one replaces."""
+        """Takes over the debts of the process that this process replaces."""
 
 
 @dataclass(slots=True)
@@ -73,7 +73,9 @@ class RateLimits:
         self._buckets = buckets
 
     def admit(self, request: Request, now: float) -> None:
-        """See `Rates.admit`. A second call for a request, because the reply to the first was lost, charges nothing."""
+        """Charges a request and its expected tokens. Raises Refused (`rate_limited`). A second call for the same
+        request, because the reply to the first was lost, charges nothing.
+        """
         if request.id in self.accounts:
             return
         tokens, longest, longest_s = expected(request), None, 0.0
@@ -89,14 +91,14 @@ class RateLimits:
         self.accounts[request.id] = _Account(tokens)
 
     def used(self, request: Request, tokens: float, now: float) -> None:
-        """See `Rates.used`."""
+        """Charges the tokens of one attempt. The first call for a request replaces its expected tokens."""
         account = self.accounts.get(request.id)
         if account is not None:
             self._take(request, tokens - (0.0 if account.corrected else account.tokens), now)
             account.corrected = True
 
     def ended(self, request: Request, now: float) -> None:
-        """See `Rates.ended`."""
+        """Refunds expected tokens that were never replaced by `used`."""
         account = self.accounts.pop(request.id, None)
         if account is not None and not account.corrected:
             self._take(request, -account.tokens, now)
@@ -107,17 +109,17 @@ class RateLimits:
                 bucket.take(tokens, now)
 
     def left_per_min(self, name: str, now: float) -> tuple[float | None, float | None]:
-        """See `Rates.left_per_min`."""
+        """Returns the remaining (requests, tokens) of a limit; None for a rate that is not configured or unknown."""
         requests, tokens = (self._buckets.get((name, kind)) for kind in (REQUESTS, TOKENS))
         return None if requests is None else requests.level(now), None if tokens is None else tokens.level(now)
 
     def debts(self, now: float) -> dict[RateName, float]:
-        """See `Rates.debts`."""
+        """Returns, for each rate limit in use, the seconds until it is unused again."""
         found = ((name, bucket.full_in_s(now)) for name, bucket in self._buckets.items())
         return {name: full_in_s for name, full_in_s in found if full_in_s > 0.0}
 
     def restore(self, debts: Mapping[RateName, float], now: float) -> None:
-        """See `Rates.restore`. A rate keeps the greater of its own and the restored debt."""
+        """Takes over the debts of another process. Of its own and the restored debt, a rate keeps the greater."""
         for name in debts.keys() & self._buckets.keys():
             bucket = self._buckets[name]
             bucket.take(max(0.0, debts[name] - bucket.full_in_s(now)) * bucket.refill_per_s, now)

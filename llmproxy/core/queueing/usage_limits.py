@@ -25,7 +25,7 @@ _UNLIMITED = _Use(None)
 class UsageLimits:
     """The usage of all limited tenants and models, over all pools of the process.
 
-    A request above the limit in flight waits (`full`). A request above a rate is refused (`admit`), because a client
+    A request above an in-flight limit waits (`full`). A request above a rate is refused (`admit`), because a client
     that knows when to retry can plan, and a hanging client cannot.
     """
 
@@ -63,7 +63,7 @@ class UsageLimits:
             self.rates.admit(request, now)
 
     def full(self, request: Request) -> str | None:
-        """Returns the limit in flight that makes `request` wait, None if there is none."""
+        """Returns the in-flight limit that makes `request` wait; None if there is none."""
         for name in request.limits:
             if not self.free(name):
                 return name
@@ -85,11 +85,13 @@ class UsageLimits:
             self._uses.setdefault(name, _Use(None)).in_flight += 1
 
     def begin_between_stages(self, request: Request) -> None:
-        """The prefill stage ended. The request counts as in flight until its decode stage is granted."""
+        """Counts a request as in flight between its prefill stage, which has ended, and the grant of its decode
+        stage.
+        """
         self._between[request.id] = request
 
     def end_between_stages(self, request_id: str) -> None:
-        """Stop counting a request that ended between its two stages, or waits again for both."""
+        """Stops counting a request that ended between its two stages, or that must wait for both stages again."""
         if (request := self._between.pop(request_id, None)) is not None:
             self._leave(request)
 
@@ -99,13 +101,15 @@ class UsageLimits:
             self._tidy(name)
 
     def released(self, request: Request, used_tokens: int | None, now: float) -> None:
-        """An attempt ended. `used_tokens` are counted by the engine; None if the engine used none or did not report."""
+        """Records the end of an attempt. `used_tokens` are the engine's count; None if the engine used none or did not
+        report.
+        """
         self._leave(request)
         if used_tokens is not None:
             self.rates.used(request, used_tokens, now)
 
     def ended(self, request: Request, now: float) -> None:
-        """The request ended: expected tokens that were not used are refunded."""
+        """Refunds expected tokens that an ended request did not use."""
         self.end_between_stages(request.id)
         self.rates.ended(request, now)
 

@@ -33,8 +33,8 @@ class WaitingRoom:
     """Bands of flows, blocked requests, and the deadlines of both.
 
     Args:
-        occupancy: Shared by all pools of the process, and so is `limits`.
-        faults: Records exceptions of policies.
+        occupancy, limits: Shared by all pools of the process.
+        faults: Collects exceptions of policies.
         room_on: (backend, band, now) -> how many more requests of the band fit on the backend.
     """
 
@@ -108,8 +108,9 @@ class WaitingRoom:
     def enter(
         self, request: Request, rank: Rank, excluded: frozenset[str], now: float, *, on_hold: bool = False
     ) -> None:
-        """Add `request`. `on_hold`: none of the backends that it may use is up, so it waits for at most
-        `no_backend_wait_s`."""
+        """Adds `request`. `on_hold`: none of the backends that it may use is up, so it waits for at most
+        `no_backend_wait_s`.
+        """
         queued = Queued(request, rank, excluded, on_hold=on_hold)
         self.waiting[request.id] = queued
         self._labels[request.label] = request.id
@@ -141,7 +142,7 @@ class WaitingRoom:
         self._wait_reasons[level] = now, reason
 
     def waited(self, queued: Queued) -> Waited | None:
-        """Returns why a request waits, None as long as no decision made it wait."""
+        """Returns why a request waits; None as long as no decision made it wait."""
         since_s = self._occupancy.since_s(queued.request)
         line = queued.blocked_by or queued.back_from
         if line is None:
@@ -180,14 +181,16 @@ class WaitingRoom:
         self.blocked.block(limit, self._copy(queued))
 
     def refresh(self, now: float) -> None:
-        """Apply changes by time and by ended leases: changed ranks, and blocked requests that have room again."""
+        """Applies changes that time and ended leases cause: changed ranks, and blocked requests that may go back to
+        their flows.
+        """
         if self.blocked.size:
             self.readmit(now)
         for band in self.bands.values():
             band.refresh(now)
 
     def readmit(self, now: float, lowest: int | None = None) -> int:
-        """Move the requests of `BlockedRequests.next` back to their flows. Returns how many."""
+        """Moves blocked requests that may be granted back to their flows. Returns how many."""
         if not self.blocked.size:
             return 0
         back = self.blocked.next(lambda line, band: self._free(line, band, now), lowest)

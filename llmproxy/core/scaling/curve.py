@@ -55,11 +55,13 @@ class StepCurve:
 
     @property
     def sums(self) -> tuple[float, ...]:
-        """The learned sums, for `restore` in another process."""
+        """The sums that the fit consists of, for `restore` in another process."""
         return tuple(self._sums)
 
     def restore(self, sums: Sequence[float], at_s: float) -> bool:
-        """Begin with the `sums` that another process had at `at_s`. Returns False, and changes nothing, if invalid."""
+        """Takes over the `sums` that another process had at `at_s`. Returns False, and changes nothing, if they are
+        invalid.
+        """
         if (
             len(sums) != len(self._sums)
             or not all(isfinite(one) and one >= 0.0 for one in sums)
@@ -73,8 +75,9 @@ class StepCurve:
         return True
 
     def learn(self, steps: float, took_s: float, sequences: float, prompt_tokens: float, now: float) -> None:
-        """`steps` (above 0) took `took_s`, with a mean of `sequences`; the engine computed `prompt_tokens`
-        meanwhile."""
+        """Learns that `steps` (above 0) took `took_s`, with a mean of `sequences`, while the engine computed
+        `prompt_tokens`.
+        """
         sums, passed_s = self._sums, now - self._at_s
         if passed_s >= FORGET_EVERY_S:
             keep = 0.5 ** (passed_s / HALF_LIFE_S)

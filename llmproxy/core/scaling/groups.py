@@ -1,4 +1,4 @@
-"""Spreads the needed replicas over groups of different cost and speed, the cheapest work first."""
+"""Spreads the needed replicas over groups of different cost and speed, beginning with the most work for the cost."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ class GroupNeed(Struct, frozen=True):
 
 
 def spread(need: float, groups: Sequence[Group]) -> dict[str, GroupNeed]:
-    """Spreads `need`, in usual replicas, over groups.
+    """Spreads `need` over groups. The unit of `need` is a replica of the usual speed.
 
-    Each group gets its `min`. The rest goes to the group with the cheapest work up to its `max`, then to the next. Work
-    above every `max` is dropped. Replicas that are up are not considered, so starting replicas change nothing.
+    Each group first gets its `min`. The rest goes to the group with the lowest cost for its speed up to its `max`, then
+    to the next group. Need above every `max` is dropped. Replicas that are up are not considered, so starting replicas
+    change nothing.
     """
     left = need - sum(one.min * one.speed for one in groups)
     needs = {}
@@ -49,5 +50,5 @@ def spread(need: float, groups: Sequence[Group]) -> dict[str, GroupNeed]:
 
 
 def unchanged(groups: Sequence[Group]) -> dict[str, GroupNeed]:
-    """Returns the current number of replicas (at least `min`) of each group, while the need is unknown."""
+    """Returns the current number of replicas (at least `min`) of each group. Used while the need is unknown."""
     return {one.name: GroupNeed(max(one.up, one.min), float(max(one.up, one.min)), one.up, one.cost) for one in groups}

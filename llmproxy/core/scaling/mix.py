@@ -31,7 +31,7 @@ HISTORY_SLOTS = HISTORY_S // SLOT_S
 
 @dataclass(slots=True)
 class SizeClass:
-    """Requests whose prompt tokens have the same number of binary digits."""
+    """Requests whose prompt lengths, in tokens, have the same number of binary digits."""
 
     seen: int = 0
     # Mean output tokens of an answer, and the mean of their squares.
@@ -94,7 +94,7 @@ NO_TOKENS = Tokens(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class _Window:
-    """Running sums over the slots from `begin` to `end` slots ago. All counts are integers, so sums are exact."""
+    """Running sums over the time slots from `begin` to `end` slots ago. All counts are integers, so sums are exact."""
 
     __slots__ = ("_at", "_begin", "_end", "_totals")
 
@@ -123,7 +123,7 @@ class _Window:
 
 
 class Mix:
-    """The arrivals of the last minutes by size class, and the learned tokens of each class."""
+    """The arrivals of the last minutes by prompt length, and the learned token counts of each length class."""
 
     def __init__(self) -> None:
         self.sizes: dict[int, SizeClass] = {}
@@ -200,7 +200,7 @@ class Mix:
             )
 
     def within(self, now: float, begin_s: int, end_s: int = 0) -> dict[int, Count]:
-        """Returns size class -> arrivals between `begin_s` and `end_s` seconds ago, in whole slots; see `span_s`."""
+        """Returns size class -> arrivals between `begin_s` and `end_s` seconds ago, in whole time slots."""
         current = int(now) // SLOT_S
         totals = self._window(begin_s, end_s).totals(self._slots, current)
         found = {size: Count(*total) for size, total in totals.items() if total[0]}
@@ -211,7 +211,7 @@ class Mix:
         return found
 
     def requests_within(self, now: float, begin_s: int, end_s: int = 0) -> float:
-        """Returns the number of arrivals in such a window; see `within`."""
+        """Returns the number of arrivals between `begin_s` and `end_s` seconds ago."""
         current = int(now) // SLOT_S
         totals = self._window(begin_s, end_s).totals(self._slots, current)
         found = sum(total[0] for total in totals.values())
@@ -224,7 +224,7 @@ class Mix:
         return found
 
     def span_s(self, now: float, window_s: int) -> float:
-        """Returns the length of a window up to now in seconds; less than `window_s` soon after the first arrival."""
+        """Returns the length, in seconds, of the last `window_s`; less soon after the first arrival."""
         first_s = now if self.first_s is None else self.first_s
         return max(1.0, min(window_s + now % SLOT_S, now - first_s))
 

@@ -1,4 +1,4 @@
-"""Computes how many replicas a pool needs, from its work in replica-seconds.
+"""Computes how many replicas a pool needs, from its load in replica-seconds.
 
 The number is the largest of several terms. The unit of a term is one replica that is fully, but not overly, used.
 
@@ -6,12 +6,12 @@ The number is the largest of several terms. The unit of a term is one replica th
     s(n)  = seconds of a step with n sequences (`curve`)
     u     = p / (p + output * s(n) / n), the share of its time that a replica spends on prompts
     seats = the most sequences with which a replica meets its objective: the least of its batch limit, its KV cache /
-            mean tokens that an answer occupies, and the largest n with s(n) / (1 - u) below 0.8 of the objective per
-            output token
+    mean tokens that an answer occupies, and the largest n with s(n) / (1 - u) below 0.8 of the objective per output
+    token
     w     = p + output * s(seats) / seats, replica-seconds of a request
 
-Each replica has its own seats and its own w. The usual replica has the mean of 1 / w over the replicas that are up.
-If all replicas are full while requests wait, they already do all they can, so `work` is at least the replicas that are
+Each replica has its own seats and its own w. The usual replica has the mean of 1 / w over the replicas that are up. If
+all replicas are full while requests wait, all of them are needed, so `work` is at least the number of replicas that are
 up.
 """
 
@@ -50,7 +50,7 @@ DIGITS = 2
 
 
 class ReplicaFacts(Struct, frozen=True):
-    """The facts of a replica that scaling needs."""
+    """The properties of a replica that scaling needs."""
 
     up: bool
     # Learned batch limit, None if none was learned.
@@ -69,7 +69,7 @@ class ReplicaFacts(Struct, frozen=True):
 
 
 class Demand(Struct, frozen=True):
-    """The demand of a pool, besides its arrivals."""
+    """The waiting and running requests of a pool, as scaling needs them besides the arrivals."""
 
     # Sequences in flight of the bands from `from_band` on, and of lower bands.
     running: int
@@ -186,7 +186,7 @@ def replica_capacity(
 
 
 def _largest_batch(tpot_s: float, line: StepLine, prompt_s: float, tokens: float, most: float) -> float:
-    """Returns the largest batch up to `most` in which output tokens meet the objective."""
+    """Returns the largest batch, at most `most`, in which output tokens meet the objective."""
     seats = min(most, 1e6)
     for _ in range(TURNS):
         output_s = tokens * line.at(seats) / seats
@@ -251,8 +251,9 @@ def pool_need(
 
 
 def _unchanged(up: int, full: int, demand: Demand, settings: ScalingSettings, waiting: int, start_s: float) -> Need:
-    """Returns the need while the capacity is unknown: the current number, more if all are full, at least 1 if requests
-    wait."""
+    """Returns the need while the capacity is unknown: the current number of replicas, more if all are full, at least 1
+    if requests wait.
+    """
     need = 0.0
     if demand.idle_s >= settings.idle_s and not waiting:
         # Without requests for `idle_s`, the pool is idle whatever its capacity.
@@ -286,7 +287,7 @@ def _work(mix: Mix, came: Tokens, capacity: Capacity, now: float) -> tuple[float
 
 
 def _trend(mix: Mix, start_s: float, now: float) -> float:
-    """Returns the share by which work grows until a replica requested now serves, at most `AHEAD_MAX`."""
+    """Returns by which share the load will have grown when a replica requested now serves, at most `AHEAD_MAX`."""
     if mix.span_s(now, LONG_S + TREND_S) < LONG_S + TREND_S:
         return 0.0
     new = mix.requests_within(now, TREND_S) * TREND_S / mix.span_s(now, TREND_S)

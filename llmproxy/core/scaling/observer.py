@@ -1,4 +1,4 @@
-"""Collects the facts for scaling from the requests of each pool."""
+"""Collects the data for scaling from the requests of each pool."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _Begun = tuple[_Engine, float, float, float]
 
 
 class PoolScaling(LeaseObserver):
-    """The scaling facts of one pool. Only requests of `settings.from_band` and above demand replicas."""
+    """The scaling data of one pool. Only requests of `settings.from_band` and above demand replicas."""
 
     def __init__(self, settings: ScalingSettings) -> None:
         self._settings = settings
@@ -88,7 +88,7 @@ class PoolScaling(LeaseObserver):
         self._settings = settings
 
     def join(self, other: PoolScaling) -> None:
-        """Merge another pool into this one. Its requests in flight count here until they end."""
+        """Merges another pool into this one. The requests in flight of the other pool count here until they end."""
         self._joined.append(other)
         self._on_hold, other._on_hold = self._on_hold + other._on_hold, 0
 
@@ -105,7 +105,7 @@ class PoolScaling(LeaseObserver):
         )
 
     def replica_started(self, took_s: float) -> None:
-        """A new replica served `took_s` after its start."""
+        """Records that a new replica served `took_s` after its start."""
         self._starts.append(took_s)
 
     @property
@@ -118,7 +118,7 @@ class PoolScaling(LeaseObserver):
         return sorted(self._starts)[int(0.9 * len(self._starts))]
 
     def restore(self, known: KnownCapacity, at_s: float) -> None:
-        """Begin with the capacity that another process had learned by `at_s`, unless this process learned later."""
+        """Takes over the capacity that another process had learned by `at_s`, unless this process learned later."""
         curve, mix = StepCurve(), Mix()
         younger = at_s >= self._learned_s and known != self.known_capacity
         if younger and curve.restore(known.sums, at_s) and mix.restore(known.sizes, known.squares):
@@ -127,10 +127,10 @@ class PoolScaling(LeaseObserver):
     # --- requests ------------------------------------------------------------------------------------------------
 
     def arrived(self, request: Request, now: float, *, new: bool, counts: bool) -> None:
-        """A request entered the queue.
+        """Records that a request entered the queue.
 
         `new` is False for a further attempt, which is no arrival. `counts` is False for a request that waits for a
-        usage limit, which more replicas would not change.
+        usage limit, because more replicas would not help it.
         """
         self._asked_s = now
         if request.band < self._settings.from_band or not counts:
@@ -160,7 +160,7 @@ class PoolScaling(LeaseObserver):
             self._tpot_s = follow(mean, request.slo.tpot_s, gain(TPOT_GAIN, self._tpots))
 
     def count_on_hold(self, change: int, now: float) -> None:
-        """Add `change` to the number of requests on hold for this pool without replicas."""
+        """Adds `change` to the number of requests held for this pool while it has no replica."""
         self._asked_s = now
         self._on_hold += change
 
@@ -244,7 +244,7 @@ class PoolScaling(LeaseObserver):
 
 
 class Scaling:
-    """The scaling facts of all pools. The pools named in the settings exist even without a replica."""
+    """The scaling data of all pools. The pools named in the settings exist even without a replica."""
 
     def __init__(self, settings: ScalingSettings) -> None:
         self._settings = settings
@@ -261,7 +261,7 @@ class Scaling:
         return found
 
     def restore(self, known: Mapping[str, KnownCapacity], at_s: float) -> None:
-        """Begin with the capacities that another process had learned by `at_s`, also in pools that come later."""
+        """Takes over the capacities that another process had learned by `at_s`, also for pools that are added later."""
         self._restored, self._restored_s = known, at_s
         for name in known.keys() & self.pools.keys():
             self.pools[name].restore(known[name], at_s)
@@ -272,7 +272,7 @@ class Scaling:
         return {name: known for name, known in found if known is not None}
 
     def count_on_hold(self, name: str | None, change: int, now: float) -> None:
-        """Add `change` to the number of requests on hold for a pool of the settings without replicas."""
+        """Adds `change` to the number of requests held for a pool of the settings that has no replica."""
         if name in self._settings.pools:
             self.pool(name).count_on_hold(change, now)
 

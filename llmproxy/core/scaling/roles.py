@@ -15,14 +15,14 @@ from llmproxy.core.scaling.need import Need, RoleNeed
 
 
 class Ratio(Struct, frozen=True):
-    """The work of a pool for prompts and for answers, both in replicas. At least one of them is above 0."""
+    """The load of a pool from prompts and from answers, both in replicas. At least one of them is above 0."""
 
     prefill: float
     decode: float
 
     @property
     def share(self) -> float:
-        """The share of prompts in the work, 0..1."""
+        """The share of prompts in the load, 0..1."""
         return self.prefill / (self.prefill + self.decode)
 
     def prefill_replicas(self, replicas: int) -> int:
@@ -31,8 +31,9 @@ class Ratio(Struct, frozen=True):
 
 
 def apart(need: Need, views: Iterable[View]) -> Need:
-    """Returns `need` with the need of each role, unless all roles are `both`. In other pools `both` counts as
-    decode."""
+    """Returns `need` with the need of each role. If all roles are `both`, returns `need` unchanged; in other pools,
+    `both` counts as decode.
+    """
     up: Counter[Role] = Counter()
     for view in views:
         up[view.role] += view.available

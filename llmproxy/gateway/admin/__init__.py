@@ -1,1 +1,1 @@
-"""Pages for the people who run the proxy."""
+"""Pages and routes for operators."""

@@ -28,11 +28,11 @@ class AdapterPlanRunner(Protocol):
     """Loads and unloads adapters on backends."""
 
     async def carry_out(self, plan: AdapterPlan) -> Report:
-        """Send a plan to its backends, and report the reply of each."""
+        """Sends the requests of a plan to its backends, and reports the reply of each."""
 
 
 class AdapterRoutes:
-    """Serves these paths. The caller has authenticated the client."""
+    """Serves the adapter routes. The caller has authenticated the client."""
 
     def __init__(
         self, adapters: Adapters, runner: AdapterPlanRunner, dispatcher: Dispatcher, rulebook: Rulebook
@@ -43,7 +43,7 @@ class AdapterRoutes:
         self._rulebook = rulebook
 
     async def serve(self, path: str, request: web.BaseRequest) -> web.Response:
-        """Carry out one change and report on it. Raises Failure if it was sent to no backend."""
+        """Carries out one change and reports on it. Raises Failure if the change was sent to no backend."""
         if self._dispatcher.draining:
             raise Failure(Outcome.DRAINING, "The proxy is shutting down. Try again.", retry_after_s=DRAIN_RETRY_S)
         fields = await _fields(request, self._rulebook.current.config.clients)

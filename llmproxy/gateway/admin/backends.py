@@ -1,4 +1,4 @@
-"""`/admin/backends` and `/admin/reload`: list backends, drain them, and reload the configuration."""
+"""`/admin/backends` and `/admin/reload`: lists backends, drains them, and reloads the configuration."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ class DrainableBackends(Protocol):
 
 
 class BackendRoutes:
-    """Serves these paths. The caller has authenticated the client. `reloader` is None without a configuration file."""
+    """Serves the routes of this module. The caller has authenticated the client. `reloader` is None without a
+    configuration file.
+    """
 
     def __init__(self, backends: DrainableBackends, reloader: Reloader | None, clock: Callable[[], float]) -> None:
         self._backends = backends

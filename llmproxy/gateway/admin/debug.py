@@ -1,7 +1,8 @@
-"""Pages for operators, and the rule that decides who may see them.
+"""Debug pages for operators, and the rule that decides who may see administrative pages.
 
-`GET /debug/queue` shows waiting requests, why they wait and which backends have room. `GET /debug/explain` shows where
-the last requests went, and why not elsewhere. `GET /debug/adapters` shows the adapters loaded through the proxy.
+`GET /debug/queue` shows waiting requests, why they wait and which backends have free slots. `GET /debug/explain` shows
+where the last requests went, and why not to other backends. `GET /debug/adapters` shows the adapters loaded through the
+proxy.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ NO_ADMIN_KEY = (
 
 
 class AdminPages:
-    """Decides who may use administrative paths, and builds the debug pages. `clock` is the scheduler's, in seconds."""
+    """Decides who may use administrative paths, and builds the debug pages. `clock` returns the scheduler's time in
+    seconds.
+    """
 
     def __init__(self, config: Config, dispatcher: Dispatcher, adapters: Adapters, clock: Callable[[], float]) -> None:
         self._dispatcher = dispatcher
@@ -72,11 +75,14 @@ class AdminPages:
         self._secret_metrics = bool(config.tenants) or config.admin_key is not None
 
     def admits(self, request: web.BaseRequest) -> bool:
-        """Whether the client has the admin key. If none is configured: whether the client is on this machine."""
+        """Returns whether the client has the admin key. If no key is configured, returns whether the client is on this
+        machine.
+        """
         return self.has_key(request) if self._digest is not None else self._is_local(request)
 
     def _is_local(self, request: web.BaseRequest) -> bool:
-        """Whether the client seems to be on this machine, directly or behind a reverse proxy here that adds no fields.
+        """Returns whether the client seems to be on this machine, directly or behind a reverse proxy here that adds no
+        fields.
 
         A web page of another server is not local, even in a browser on this machine. Its `Origin` shows that, or its
         `Host` if the name of the page resolves to this machine (DNS rebinding).
@@ -85,7 +91,9 @@ class AdminPages:
         return client.certain and LOOPBACK[client.address] and self._names_us(request.headers.get("host", "").lower())
 
     def _names_us(self, host: str) -> bool:
-        """Whether a `Host` is empty (no web page sends that) or names this machine or an address of the proxy."""
+        """Returns whether a `Host` names this machine or an address of the proxy. An empty `Host` counts too, because
+        no browser sends it.
+        """
         name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
         if name in ("", "localhost") or name in self._bound:
             return True
@@ -95,10 +103,11 @@ class AdminPages:
             return False
 
     def check(self, path: str, request: web.BaseRequest, on_admin_port: bool) -> None:
-        """Raise Failure if the client may not send this request to an administrative path.
+        """Raises Failure if the client may not send this request to an administrative path.
 
-        401 for a client on this machine without the admin key. 404, as if the path did not exist, for any other client
-        and on the wrong port. A change always needs the key, because a web page in a local browser can send a POST.
+        A client on this machine without the admin key gets 401. Any other client, and any client on the wrong port,
+        gets 404, as if the path did not exist. A change always needs the key, because a web page in a local browser can
+        send a POST.
         """
         if self._has_port is not on_admin_port:
             raise nothing_at(path)
@@ -128,9 +137,10 @@ class AdminPages:
         return page_response({"adapters": [_adapter(state) for state in states], "more": more})
 
     def queue(self, request: web.BaseRequest) -> web.Response:
-        """The whole queue, or with `?request=` the position of one waiting request (404 if no such request waits).
+        """Returns the whole queue, or with `?request=` the position of one waiting request (404 if no such request
+        waits).
 
-        429 if pages are requested too often. These requests appear neither in metrics nor in the log.
+        Returns 429 if pages are requested too often. These requests appear neither in metrics nor in the log.
         """
         now, wanted = self._clock(), request.query.get("request")
         if not self._bucket.try_take(1.0, now):
@@ -143,9 +153,9 @@ class AdminPages:
         return page_response(self.position(position))
 
     def explain(self, request: web.BaseRequest) -> web.Response:
-        """The last `?limit=` (1 to 100) choices of a backend in each pool, or the choices for `?request=`.
+        """Returns the last `?limit=` (1 to 100) placement decisions of each pool, or the decisions about `?request=`.
 
-        404 if no choice for that request is remembered, 429 if pages are requested too often.
+        Returns 404 if no decision about that request is remembered, and 429 if pages are requested too often.
         """
         now, wanted = self._clock(), request.query.get("request")
         if not self._bucket.try_take(1.0, now):

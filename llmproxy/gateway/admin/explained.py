@@ -1,4 +1,4 @@
-"""The page `/debug/explain`: the last choices of backends, with the price of each candidate in seconds."""
+"""The page `/debug/explain`: the last placement decisions, with the price of each candidate in seconds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ ALIKE = 0.05
 
 
 def choice_pages(pools: Iterable[PoolChoices], now: float, limit: int, wanted: str | None) -> list[dict[str, Any]]:
-    """Each pool with its last `limit` choices, newest first; `wanted` selects choices by request id or label."""
+    """Returns each pool with its last `limit` placement decisions, newest first. `wanted` selects decisions by request
+    id or label.
+    """
     pages, left = [], PRICES_MAX
     for pool in pools:
         found = [choice for choice in pool.choices if wanted is None or wanted in (choice.id, choice.label)]
@@ -39,7 +41,7 @@ def choice_pages(pools: Iterable[PoolChoices], now: float, limit: int, wanted: s
 
 
 def price_text(price: Price, prompt_tokens: int) -> str:
-    """A price for people: `0.41 s = queue 0.10 + prefill 0.27 + harm 0.04; 1,830 of 9,200 tokens uncached`."""
+    """Returns a price as text: `0.41 s = queue 0.10 + prefill 0.27 + harm 0.04; 1,830 of 9,200 tokens uncached`."""
     digits = _digits(price.total_s)
     parts = terms_text(price.terms)
     text = f"{price.total_s:.{digits}f} s" + (f" = {parts}" if parts else "")
@@ -48,18 +50,20 @@ def price_text(price: Price, prompt_tokens: int) -> str:
 
 
 def terms_text(terms: Sequence[tuple[str, float]]) -> str:
-    """The parts of a price or score, without negligible parts: `queue 0.10 + prefill 0.27 + harm 0.04`."""
+    """Returns the terms of a price or score as text, without negligible terms: `queue 0.10 + prefill 0.27 + harm
+    0.04`.
+    """
     digits = _digits(sum(value for _, value in terms))
     return " + ".join([f"{name} {value:.{digits}f}" for name, value in terms if round(value, digits)])
 
 
 def _digits(total: float) -> int:
-    """Decimal places for a sum and its parts, so that the sum has at least two significant digits."""
+    """Returns the decimal places for a sum and its terms, so that the sum has at least two significant digits."""
     return max(2, 1 - floor(log10(total))) if total > 0.0 else 2
 
 
 def pace_line(pace: BackendPace) -> str:
-    """The pace of one backend as a readable line: `gpu-3: prompts 1.9x slower, tokens as the pool, ...`."""
+    """Returns the speed of one backend as text: `gpu-3: prompts 1.9x slower, tokens as the pool, ...`."""
     return (
         f"{pace.backend}: prompts {_compared(pace.prefill_factor)}, tokens {_compared(pace.step_factor)}, "
         f"{pace.busy_share:.0%} busy with prompts, {pace.in_flight:,} sequences in flight, "
@@ -113,7 +117,9 @@ def _learned(learned: Learned | None) -> dict[str, Any] | None:
 
 
 def page_fields(record: object, digits: int, **renamed: str) -> dict[str, Any]:
-    """The fields of a struct or dataclass for a page, with floats rounded; `renamed` maps field names to page names."""
+    """Returns the fields of a struct or dataclass as a dict for a page, with floats rounded. `renamed` maps field names
+    to page names.
+    """
     fields: dict[str, Any] = msgspec.to_builtins(record)
     return {
         renamed.get(name, name): round(value, digits) if isinstance(value, float) else value

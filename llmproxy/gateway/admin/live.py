@@ -1,9 +1,9 @@
 """The page `/ui` and its data: `/debug/live`, `/debug/history`, `/debug/requests`, `/debug/events`, `/debug/config`,
 and `/debug/plain` for browsers without JavaScript.
 
-`GET /debug/live` is the state of this second as JSON, built once for all clients; with `?since=SECOND` it is 204 until
-there is a newer state. `GET /debug/history?span=900&columns=fleet/,band/` is the past as columns of 32-bit floats.
-`GET /debug/requests` lists the last finished requests, or shows the whole course of one request.
+`GET /debug/live` is the current state as JSON, built at most once a second for all clients; with `?since=SECOND` it is
+204 until there is a newer state. `GET /debug/history?span=900&columns=fleet/,band/` is the past as columns of 32-bit
+floats. `GET /debug/requests` lists the last finished requests, or shows the history of one request.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ FILTERS: dict[str, Callable[[RequestExit], Iterable[str | None]]] = {
 
 
 class LivePages:
-    """Serves the pages. The caller has admitted the client. `clock` is the scheduler's, in seconds."""
+    """Serves the pages. The caller has checked that the client may see them. `clock` returns the scheduler's time in
+    seconds.
+    """
 
     def __init__(
         self,
@@ -115,7 +117,7 @@ class LivePages:
         return web.Response(body=body, content_type="application/json", headers=headers)
 
     def _history(self, request: web.BaseRequest) -> web.Response:
-        """The last `?span=` seconds of the columns whose names begin with a prefix in `?columns=`.
+        """Returns the last `?span=` seconds of the columns whose names begin with a prefix in `?columns=`.
 
         The body has three parts: the length of the head in 32 bits, the head (JSON, padded with blanks to a multiple of
         four bytes), and the columns one after the other. All numbers are little-endian.
@@ -133,7 +135,8 @@ class LivePages:
         return web.Response(body=body, content_type="application/octet-stream", headers=UNSTORED)
 
     def _requests(self, request: web.BaseRequest) -> web.Response:
-        """The last finished requests, newest first, or with `?request=` the whole course of one (404 if unknown).
+        """Returns the last finished requests, newest first, or with `?request=` the history of one request (404 if
+        unknown).
 
         `?limit=` bounds the list (1 to 100). Filters (see FILTERS) search the newest 1,000 requests.
         """
@@ -159,21 +162,21 @@ class LivePages:
         return page_response({"now_s": round(now, 3), "requests": shown, "more": more})
 
     def _plain(self) -> web.Response:
-        """The same state as HTML, for browsers without JavaScript."""
+        """Returns the data of `/debug/live` as HTML, for browsers without JavaScript."""
         if not self._bucket.try_take(1.0, self._clock()):
             return too_many_requests()
         page = plain_page(json.loads(self._snapshot.document()))
         return web.Response(text=page, content_type="text/html", headers={**HEADERS, **UNSTORED})
 
     def _events(self) -> web.Response:
-        """The events, newest first: log lines about the proxy and its fleet."""
+        """Returns recent log lines about the proxy and its backends, newest first."""
         if not self._bucket.try_take(1.0, self._clock()):
             return too_many_requests()
         epoch_s = self._snapshot.epoch_s
         return page_response({"events": [event_fields(one, epoch_s) for one in self._recorder.events.newest_first()]})
 
     def _configuration(self) -> web.Response:
-        """The settings in force, and the source of each value. Secrets are `***`."""
+        """Returns the settings in force, and the source of each value. Secrets are `***`."""
         if not self._bucket.try_take(1.0, self._clock()):
             return too_many_requests()
         settings = in_force(self._config())
@@ -181,7 +184,9 @@ class LivePages:
         return page_response({"settings": shown, "more": len(settings) - len(shown)})
 
     def _story(self, wanted: str, now: float) -> web.Response:
-        """The whole course of one request: its position in the queue, its choices, its attempts and its end."""
+        """Returns the history of one request: its position in the queue, its placement decisions, its attempts and its
+        end.
+        """
         pools = self._recorder.dispatcher.pools
         ended = self._recorder.recent.find(wanted)
         position = pools.position(wanted, now)
@@ -208,7 +213,7 @@ class LivePages:
         return fields
 
     def _waited(self, ended: RequestExit) -> dict[str, Any] | None:
-        """For a request that ended without a backend: why it waited, and since when. None for any other request."""
+        """Returns why and since when a request waited that ended without a backend. None for any other request."""
         since_s, arrived_s = ended.queued_s, ended.arrived_s
         if since_s is None or arrived_s is None:
             return None

@@ -1,4 +1,4 @@
-"""The state of this second as plain HTML tables, for browsers without JavaScript and for text browsers."""
+"""The data of `/debug/live` as plain HTML tables, for browsers without JavaScript and for text browsers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`GET /scale` and `GET /scale/{pool}`: how many replicas each pool needs, for autoscalers and for people.
 
-An unknown number is answered with 503 and never with 0: an autoscaler without a number keeps its replicas.
+If a number is unknown, the answer is 503 and never 0, because an autoscaler without a number keeps its replicas.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ STATES = ("up", "starting", "ejected", "down", "drained", "leaving")
 
 
 class ScalePages:
-    """Serves the pages. The caller has admitted the client. `clock` is the scheduler's, in seconds."""
+    """Serves the pages. The caller has checked that the client may see them. `clock` returns the scheduler's time in
+    seconds.
+    """
 
     def __init__(
         self, pools: Pools, statuses: Callable[[], Sequence[BackendStatus]], clock: Callable[[], float]
@@ -38,7 +40,7 @@ class ScalePages:
         self._needs_at_s = -CACHE_S
 
     def needs(self) -> dict[str, Need]:
-        """Maps each pool to its need for replicas, computed at most CACHE_S ago."""
+        """Maps each pool to its need for replicas. The result is at most CACHE_S old."""
         now = self._clock()
         if now >= self._needs_at_s + CACHE_S:
             needs = self._pools.needs(now)
@@ -53,7 +55,9 @@ class ScalePages:
         return self._needs
 
     def _groups(self, needs: Mapping[str, Need]) -> dict[str, list[Group]]:
-        """Pool -> its groups, if its backends have groups. A pool in `scaling.pools` has all configured groups."""
+        """Maps each pool whose backends have groups to its groups. A pool in `scaling.pools` has all configured
+        groups.
+        """
         settings = self._pools.settings.scaling
         configured = {one.name: one for one in settings.groups}
         speeds: dict[str, dict[str, list[float]]] = {}
@@ -104,7 +108,7 @@ class ScalePages:
         return page_response({"pools": pages})
 
     def _states(self) -> dict[str, Counter[str]]:
-        """Pool -> state -> number of backends.
+        """Returns pool -> state -> number of backends.
 
         A backend that has not listed its models yet counts toward the pool of the other backends from its source, if
         they have only one pool.
@@ -127,7 +131,9 @@ class ScalePages:
 
 
 def shown(pool: str, need: Need, states: Mapping[str, int], *, named: bool) -> dict[str, Any]:
-    """The answer for one pool. `states` maps each state to a number of backends."""
+    """Returns the answer for one pool. `states` maps each state to a number of backends. `named`: the pool is in
+    `scaling.pools`.
+    """
     capacity = need.capacity
     return {
         "pool": pool,

@@ -36,7 +36,7 @@ class StaticFiles:
         self._files: dict[str, tuple[bytes, bytes, str, str]] = {}
 
     def serve(self, request: web.BaseRequest) -> web.Response:
-        """The file at a path below `/ui`. Raises Failure (404)."""
+        """Returns the file at a path below `/ui`. Raises Failure (404)."""
         if not self._files:
             self._read()
         name = request.path.removeprefix("/ui").strip("/") or INDEX

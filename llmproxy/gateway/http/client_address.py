@@ -1,7 +1,8 @@
-"""The client of a request: the peer of its connection, or the client that a trusted proxy names.
+"""Finds the client of a request: the peer of its connection, or the client that a trusted proxy names.
 
 The address of a peer cannot be forged, but any client can write header fields. Therefore `X-Forwarded-For` counts only
-from trusted proxies. It is read from the right, past trusted proxies only (as `real_ip_recursive` of nginx).
+from trusted proxies. It is read from right to left, and the first address that is no trusted proxy is the client (as
+with `real_ip_recursive` of nginx).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Client(NamedTuple):
 
 
 class InNetworks(dict[str, bool]):
-    """Address -> whether the address is in the networks. Filled at the first lookup of each address."""
+    """Maps an address to whether it is in the networks. An entry is added at the first lookup of an address."""
 
     def __init__(self, networks: Sequence[Network]) -> None:
         self._networks = networks
@@ -85,7 +86,9 @@ class Clients:
 
 
 def _direct_client(peer: str, names: str) -> Client:
-    """The client of a request from an untrusted `peer`. `names` has one name of a header field per line."""
+    """Returns the client of a request from an untrusted `peer`. `names` has the names of the header fields, one per
+    line.
+    """
     return Client(peer, FORWARDING.search(names) is None)
 
 

@@ -1,7 +1,8 @@
 """Limits for one client address: connections, and requests per second.
 
-Requests count for the address of the client. Connections count for the address of the peer, unless it is a trusted
-proxy. All addresses in an IPv6 network of 64 bits count as one, because a client usually owns the whole network.
+Requests count for the address of the client. Connections count for the address of the peer, unless the peer is a
+trusted proxy. All addresses in an IPv6 network of 64 bits count as one, because a client usually owns the whole
+network.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class ClientLimits:
         self._buckets: OrderedDict[str, TokenBucket] = OrderedDict()
 
     def opened(self, address: str) -> Failure | None:
-        """Count a connection of `address` until `closed`. Returns a Failure, and counts nothing, if it is refused."""
+        """Counts a connection of `address` until `closed`. If the connection is refused, returns a Failure and counts
+        nothing.
+        """
         limits, key = self._limits, limit_key(address)
         if self._open >= limits.connections_max:
             message = "Too many connections are open here (clients.connections_max, or the limit of open files)."

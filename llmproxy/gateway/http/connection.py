@@ -1,8 +1,8 @@
 """A connection of a client: its limits, and the refusal of anything but well-formed HTTP/1.
 
 The server of aiohttp answers unparsable bytes in plain text, repeats them in answer and log, and never ends a request
-with a broken body. This is the only file that uses internals of that server; `tests/strictness` checks the behaviour
-that it relies on.
+with a broken body. This is the only file that uses internals of that server, and `tests/strictness` checks their
+behaviour.
 """
 
 from __future__ import annotations
@@ -52,24 +52,24 @@ class ConnectionHandler(Protocol):
         """Answer one request."""
 
     def refuse(self, request: web.BaseRequest, failure: Failure) -> web.Response:
-        """Count and log unparsable bytes, and make the answer."""
+        """Counts and logs a request that could not be parsed, and makes its answer."""
 
     def reject(self, failure: Failure) -> bytes:
-        """Count and log a connection that ends before any request, and make the bytes of the answer."""
+        """Counts and logs a connection that ends before any request, and makes the bytes of its answer."""
 
 
 class PausableWriter(Protocol):
     """Writes answers to the transport without the server library."""
 
     def pause_writing(self) -> None:
-        """The client reads more slowly than the proxy writes."""
+        """Called when the client reads more slowly than the proxy writes."""
 
     def resume_writing(self) -> None:
-        """The client has caught up."""
+        """Called when the client has read the buffered bytes."""
 
 
 class ClientConnection(web.RequestHandler):
-    """aiohttp's connection, with limits and with the proxy's own answers to unparsable bytes."""
+    """aiohttp's connection, with the proxy's limits and the proxy's answers to unparsable bytes."""
 
     __slots__ = (
         "_address",
@@ -145,7 +145,9 @@ class ClientConnection(web.RequestHandler):
             self.writer.resume_writing()
 
     async def start(self) -> None:
-        """Serve requests. At the end, the connection closes as soon as the client has read the rest of the answer."""
+        """Serves requests. At the end, the connection closes as soon as the client has read the rest of the last
+        answer.
+        """
         try:
             if not self._messages:
                 await self._first_message()
@@ -158,7 +160,7 @@ class ClientConnection(web.RequestHandler):
             self._start_unread_timer()
 
     async def _first_message(self) -> None:
-        """Wait for the first request. Before each later request, aiohttp itself waits."""
+        """Waits for the first request. Before each later request, aiohttp itself waits."""
         self._waiter = self._loop.create_future()
         try:
             await self._waiter
@@ -197,7 +199,7 @@ class ClientConnection(web.RequestHandler):
         self._fail_broken_body()
 
     def _add_head(self, size_bytes: int) -> None:
-        """Count a part of a head whose end has not arrived."""
+        """Counts `size_bytes` of a request head whose end has not arrived."""
         self._head_bytes += size_bytes
         if self._head_bytes > self._limits.head_bytes_max:
             self._end_with(head_too_large())
@@ -216,14 +218,16 @@ class ClientConnection(web.RequestHandler):
         self._end_with(Failure(Outcome.BAD_REQUEST, message, status=408))
 
     def _end_with(self, failure: Failure) -> None:
-        """Answer and close, before any handler has started."""
+        """Sends an answer and closes the connection. Used before any handler has started."""
         self._end_head()
         if self.transport is not None:
             self.transport.write(self._conn_handler.reject(failure))
         self.force_close()
 
     def _reject_protocol(self, wrong: WrongProtocol) -> None:
-        """Answer a client that speaks another protocol, and wait: some clients read nothing while they cannot send."""
+        """Answers a client that speaks another protocol, and then waits, because some clients read nothing while they
+        cannot send.
+        """
         assert self._wire is not None
         # Bytes that still arrive are ignored.
         self._force_close = True
@@ -246,7 +250,7 @@ class ClientConnection(web.RequestHandler):
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
-        """Answer bytes that cannot be parsed. Anything else is a bug, which aiohttp logs."""
+        """Answers bytes that cannot be parsed. Any other error is a bug, which aiohttp logs."""
         if not isinstance(exc, HttpProcessingError):
             return super().handle_error(request, status, exc, message)
         response = self._conn_handler.refuse(request, _parse_failure(exc))
@@ -256,9 +260,9 @@ class ClientConnection(web.RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Send the rest of an answer.
+        """Sends the rest of an answer.
 
-        Replaces two values that aiohttp would send in the head: its own name and version, and the request's HTTP
+        Replaces two values that aiohttp would send in the head: the server's name and version, and the request's HTTP
         version.
         """
         resp.headers.setdefault(*SERVER)
@@ -300,11 +304,15 @@ class ClientServer(web.Server):
         self._begins, self._cancels = PacedCalls(), PacedCalls()
 
     def cancel_soon(self, handler: asyncio.Task[None]) -> None:
-        """Cancel the handler of a client that has left."""
+        """Cancels the handler of a client that has left. Of many handlers, a few are cancelled in each iteration of the
+        event loop.
+        """
         self._cancels.add(handler.cancel)
 
     async def turn(self) -> None:
-        """Wait until a new connection may begin its first request."""
+        """Waits until a new connection may begin its first request, so that a burst of new clients does not delay
+        others.
+        """
         if not self._begins.take():
             begins = asyncio.Event()
             self._begins.add(begins.set)
@@ -332,7 +340,7 @@ def _request(
 
 
 def _parse_failure(error: HttpProcessingError) -> Failure:
-    """The answer to unparsable bytes. It does not repeat them, because they may contain a key."""
+    """Returns the answer to unparsable bytes. It does not repeat the bytes, because they may contain a key."""
     if isinstance(error, LineTooLong):
         return Failure(Outcome.BAD_REQUEST, "The request line or a header field is too long.", status=431)
     if error.message == "Too many headers received":

@@ -1,7 +1,7 @@
 """Allows web pages of other origins to read answers (the CORS protocol of the Fetch standard).
 
-A browser sends the origin of a page. Before a request that no HTML form could send, it asks for permission (the
-preflight). It shows an answer to the page only if the answer allows it. This protects people who use browsers, not
+A browser sends the origin of a page. Before a request that no HTML form could send, the browser asks for permission
+(the preflight). It shows an answer to the page only if the answer allows it. This protects people who use browsers, not
 servers: any other client can read everything.
 """
 
@@ -60,7 +60,9 @@ class Cors:
         return web.Response(status=204, headers=fields)
 
     def answered(self, origin: str | None, varies: str = "") -> Headers:
-        """The fields that allow a page of `origin` to read an answer. `varies` is the Vary field of the answer."""
+        """Returns the header fields that allow a page of `origin` to read an answer. `varies` is the Vary field of the
+        answer.
+        """
         fields: Headers = []
         if not self._any and not {"origin", "*"} & {name.strip() for name in varies.lower().split(",")}:
             fields.append(("Vary", "Origin"))
@@ -70,7 +72,9 @@ class Cors:
         return fields
 
     def passed_on(self, origin: str | None, fields: Headers) -> Headers:
-        """The fields of a backend's answer with the proxy's CORS fields instead of its own. Browsers accept one set."""
+        """Returns the fields of a backend's answer with the proxy's CORS fields instead of the backend's. Browsers
+        accept only one set.
+        """
         others = [field for field in fields if not field[0].lower().startswith("access-control-")]
         varies = ",".join(value for name, value in others if name.lower() == "vary")
         return others + self.answered(origin, varies)

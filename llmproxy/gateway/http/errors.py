@@ -76,7 +76,7 @@ _ANTHROPIC_TYPES = {
 class Failure(Exception):  # noqa: N818 - an answer to a client, which need not be an error of this code
     """Ends a request with an answer of the proxy, before any byte of a backend's answer.
 
-    `message` is for the client. `detail` is for the log only, because it may hold addresses of backends.
+    `message` is for the client. `detail` is for the log only, because it may contain addresses of backends.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Failure(Exception):  # noqa: N818 - an answer to a client, which need not 
         return cls(refused.outcome, refused.message, retry_after_s=refused.retry_after_s)
 
     def response(self, dialect: Dialect, headers: Mapping[str, str]) -> web.Response:
-        """The answer with `headers`. Headers of the failure itself take precedence."""
+        """Returns the answer with `headers`. Header fields of the failure itself take precedence."""
         body = error_body(dialect, self.status, self.message, self.param)
         fields = CIMultiDict({**headers, **self.headers})
         response = web.Response(status=self.status, body=body, content_type="application/json", headers=fields)
@@ -123,7 +123,7 @@ class Failure(Exception):  # noqa: N818 - an answer to a client, which need not 
 
 
 def nothing_at(path: str) -> Failure:
-    """The failure for a path that does not exist, or that this client may not see.
+    """Returns the failure for a path that does not exist, or that this client may not see.
 
     Some SDKs add /v1 to their base URL, others expect it there. If the path exists with one /v1 more or less, the
     message names that path.
@@ -144,13 +144,15 @@ def error_body(dialect: Dialect, status: int, message: str, param: str | None = 
 
 
 def error_fields(status: int, message: str, param: str | None = None) -> dict[str, object]:
-    """The value of the member `error` in OpenAI's format, as vLLM writes it."""
+    """Returns the value of `error` in OpenAI's format, as vLLM writes it."""
     kind = _OPENAI_TYPES.get(status, "InternalServerError")
     return {"message": message, "type": kind, "param": param, "code": status}
 
 
 def error_event(dialect: Dialect, message: str, status: int = 502) -> bytes:
-    """An SSE event that ends a stream with an error. Before the stream, the error would have had this HTTP `status`."""
+    """Returns an SSE event that ends a stream with an error. `status` is the HTTP status that the error would have
+    before the stream.
+    """
     if dialect is Dialect.ANTHROPIC:
         return b"event: error\ndata: " + error_body(dialect, status, message) + b"\n\n"
     if dialect is Dialect.RESPONSES:

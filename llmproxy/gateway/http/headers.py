@@ -62,7 +62,8 @@ def to_backend(
     authorization: str | None,
     keep_credentials: bool,
 ) -> Headers:
-    """The client's end-to-end fields, with the proxy's request id and the backend's key in place of the client's.
+    """Returns the client's end-to-end fields for a backend, with the proxy's request id, and with the backend's key in
+    place of the client's.
 
     Answers are requested without compression, whatever the client accepts, because compressing a stream delays its
     tokens. Fields in `withheld` (lower case) are dropped. CREDENTIALS are dropped unless `keep_credentials`; even then
@@ -82,7 +83,7 @@ def to_backend(
 
 
 def to_client(fields: Iterable[tuple[str, str]]) -> Headers:
-    """A backend's end-to-end fields, without fields that the proxy sets itself.
+    """Returns a backend's end-to-end fields for the client, without the fields that the proxy sets itself.
 
     Control characters such as line breaks become spaces (RFC 9110, section 5.5).
     """
@@ -106,7 +107,9 @@ def _clean(value: str) -> str:
 
 
 def as_text(value: str) -> str:
-    """`value` itself if it can be encoded as UTF-8, else its bytes decoded as Latin-1, as engines decode them."""
+    """Returns `value` unchanged if it can be encoded as UTF-8. Otherwise decodes its bytes as Latin-1, as engines
+    do.
+    """
     try:
         value.encode()
     except UnicodeEncodeError:

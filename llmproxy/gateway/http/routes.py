@@ -1,4 +1,4 @@
-"""The table of all routes. A path that is not in it does not exist for clients."""
+"""The table of all routes. A path that is not in the table does not exist for clients."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from enum import StrEnum
 class BodyKind(StrEnum):
     """How the body of a route is read.
 
-    `CHAT` and `COMPLETION` streams can be asked for usage. `OTHER` is a JSON body of an endpoint whose engine does not
-    check `stream`. `FORM` is multipart/form-data.
+    The proxy can ask `CHAT` and `COMPLETION` streams for usage. `OTHER` is a JSON body of an endpoint whose engine does
+    not check `stream`. `FORM` is multipart/form-data.
     """
 
     CHAT = "chat"
@@ -32,7 +32,7 @@ class Dialect(StrEnum):
 class Work(StrEnum):
     """The engine's work for a request, which determines the tokens that are charged.
 
-    The numbers of tokens come from the `usage` in the answer, or without `usage` from the estimate.
+    The numbers of tokens come from the `usage` in the answer. Without `usage`, they come from the estimate.
     """
 
     # The engine computes the prompt and generates tokens.

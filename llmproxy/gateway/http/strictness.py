@@ -1,4 +1,4 @@
-"""Refuses requests that two readers of HTTP/1 could understand differently.
+"""Refuses requests that two HTTP/1 servers could understand differently.
 
 The parser refuses most malformed requests. This module refuses requests that the parser accepts and another server may
 read differently (RFC 9112, sections 3.2, 6.1 and 11.2). A refusal closes the connection, because the position of the
@@ -28,10 +28,10 @@ _HOST = re.compile(r"([\w.~!$&'()*+,;=%-]*|\[[0-9a-fA-F:.]+\])(:\d{0,5})?", re.A
 
 
 def check(request: web.BaseRequest, head_bytes_max: int) -> None:
-    """Check one request.
+    """Checks one request.
 
-    Raises Failure if two servers may understand it differently (400, 405, 417, 501, 505), or if its head is larger than
-    `head_bytes_max` (431).
+    Raises Failure if two servers may understand the request differently (400, 405, 417, 501, 505), or if its head is
+    larger than `head_bytes_max` (431).
     """
     # The parser limits each field, and the connection limits a head that has not ended. This limits the sum.
     if len(request.raw_path) + sum([len(name) + len(value) for name, value in request.raw_headers]) > head_bytes_max:

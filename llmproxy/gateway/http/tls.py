@@ -38,7 +38,9 @@ class _Unusable(Exception):  # noqa: N818 - the message describes a file
 
 
 class _Renewed(ssl.SSLContext):
-    """Uses the context `now` for new connections. A renewal replaces `now`: a context cannot drop old authorities."""
+    """Holds the TLS context `now` for new connections. A renewal replaces `now`, because a context cannot drop old
+    authorities.
+    """
 
     now: ssl.SSLContext
 
@@ -73,7 +75,7 @@ class ClientTls:
         return None
 
     def renew(self) -> bool:
-        """Use the files for the next handshakes if they have changed. Returns True if they are now used.
+        """Uses changed certificate files for the next handshakes. Returns True if changed files are now used.
 
         Files that cannot be used are logged once and change nothing.
         """
@@ -160,11 +162,11 @@ class _Handshake:
 
 
 class TlsConnection(SSLProtocol):
-    """uvloop's TLS below the protocol `connection`. Limits count the connection as soon as it is accepted.
+    """Runs uvloop's TLS below the protocol `connection`. Limits count the connection as soon as it is accepted.
 
-    With `create_server(ssl=...)`, limits would not count connections whose handshake never ends. A client with too many
-    connections is cut off before the handshake, which costs far more than an answer; `reject` counts and logs that. A
-    connection is closed without an answer if its handshake takes more than `timeout_s` seconds.
+    With `create_server(ssl=...)`, limits would not count connections whose handshake never ends. If a client has too
+    many connections, the new one is closed before the handshake, which would cost far more than an answer; `reject`
+    counts and logs this. A connection is closed without an answer if its handshake takes more than `timeout_s` seconds.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Answers to clients that begin with another protocol than the port speaks."""
+"""Answers clients that begin with another protocol than the port speaks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Http2(WrongProtocol):
         self._request_came = has_request
 
     def raw(self) -> bytes:
-        """The answer, in HTTP/2 if the first request has arrived. The request itself is not read."""
+        """Returns the answer, in HTTP/2 if the first request has arrived. The request itself is not read."""
         answer = super().raw()
         if not self._request_came:
             return answer
@@ -46,7 +46,7 @@ class _Http2(WrongProtocol):
 
 
 def wrong_protocol(begun: bytes) -> WrongProtocol | None:
-    """The failure of an HTTP connection that begins with these bytes; None if they may begin a request."""
+    """Returns the failure for an HTTP connection that begins with these bytes; None if they may begin a request."""
     if begun[:2] == b"\x16\x03":
         # RFC 8446, section 5.1: a record of the handshake, of any version of TLS.
         return WrongProtocol(
@@ -70,7 +70,7 @@ def _frame(kind: int, flags: int, stream: bytes, payload: bytes) -> bytes:
 
 
 def _has_request(begun: bytes) -> bool:
-    """Whether the client has opened the first HTTP/2 stream. An answer on an idle stream would be an error."""
+    """Returns whether the client has opened the first HTTP/2 stream. An answer on an idle stream would be an error."""
     at = len(HTTP2_PREFACE)
     while at + 9 <= len(begun):
         if begun[at + 3] == _HEADERS and begun[at + 5 : at + 9] == _STREAM:

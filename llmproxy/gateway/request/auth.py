@@ -36,10 +36,10 @@ class Tenant:
     key: str | None = field(default=None, compare=False)
 
     def cache_salt(self, own: str | None) -> str | None:
-        """The `cache_salt` that replaces `own`, the client's. None if the tenant has no secret.
+        """Returns the `cache_salt` that replaces `own`, the client's salt. None if the tenant has no secret.
 
-        The salt is an HMAC (RFC 2104) under the tenant's secret. The client chooses only the message, so it can never
-        match a prefix of another tenant. The salt has 43 characters, the length that vLLM recommends.
+        The salt is an HMAC (RFC 2104) with the tenant's secret as its key. The client chooses only the message, so it
+        can never match a prefix of another tenant. The salt has 43 characters, the length that vLLM recommends.
         """
         if self.salt is None:
             return None
@@ -69,7 +69,7 @@ def _utc_now() -> datetime:
 class Keys:
     """The client keys, stored as digests so that no dump or log of this object shows a key.
 
-    `wall_clock` is used only for the expiry of keys, which is a date. Everything else runs on a monotonic clock.
+    `wall_clock` is used only for the expiry of keys, which is a date. Everything else uses a monotonic clock.
     """
 
     def __init__(self, config: Config, wall_clock: Callable[[], datetime] = _utc_now) -> None:
@@ -103,7 +103,7 @@ class Keys:
 
 
 def presented_digest(headers: Mapping[str, str]) -> bytes:
-    """The digest of the key in a request. A request without a key has the digest of an empty key."""
+    """Returns the digest of the key in a request. A request without a key has the digest of an empty key."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
     return sha256(given.encode("utf-8", "surrogateescape")).digest()

@@ -20,7 +20,7 @@ _LIMITS = ClientsConfig()
 async def read_body(
     request: web.BaseRequest, bytes_max: int, limits: ClientsConfig = _LIMITS, buffered: BufferedBody | None = None
 ) -> bytes:
-    """Return the whole request body. Its bytes are counted in `buffered` as they arrive.
+    """Returns the whole request body. Its bytes are counted in `buffered` as they arrive.
 
     Raises Failure: 413 as soon as the body is known to be larger than `bytes_max`, 429 if the memory budget is used up,
     408 if the body stalls or takes longer than `limits` allow, 400 for broken framing.
@@ -86,6 +86,6 @@ def _no_room(*, closes: bool = False) -> Failure:
 
 
 def _send_continue(request: web.BaseRequest) -> None:
-    """Ask a client to send its body if the client waits for that. Some clients wait without limit."""
+    """Sends `100 Continue` if the client waits for it before it sends its body. Some clients wait without limit."""
     if request.headers.get("expect", "").lower() == "100-continue" and request.transport is not None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")

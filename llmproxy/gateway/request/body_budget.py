@@ -25,7 +25,7 @@ class BodyBudget:
         self.bytes_max = self.slow_bytes_max = sys.maxsize
 
     def limit(self, bytes_max: int, body_bytes_max: int) -> None:
-        """Set the limits for all bodies together and for one body. Bodies above the new limits stay."""
+        """Sets the limits for all bodies together and for one body. Bodies above the new limits stay."""
         self.bytes_max = max(bytes_max, body_bytes_max)
         self.slow_bytes_max = max(self.bytes_max - self.bytes_max // _FAST_PART, body_bytes_max)
 
@@ -64,7 +64,7 @@ class BufferedBody:
         self.on_refused: Callable[[], None] | None = None
 
     def add_whole(self, size: int) -> bool:
-        """Count a body that arrived in one piece of `size` bytes. Returns False if it does not fit."""
+        """Counts a body of `size` bytes that arrived in one piece. Returns False if it does not fit."""
         budget = self._budget
         if budget.buffered_bytes - budget.arriving_bytes + size > budget.bytes_max:
             return False
@@ -74,7 +74,9 @@ class BufferedBody:
         return True
 
     def begin(self, on_refused: Callable[[], None]) -> None:
-        """Start a body that arrives in pieces. `on_refused` is called if the body has to make room for another."""
+        """Starts a body that arrives in pieces. `on_refused` is called if the body is refused to free memory for
+        another.
+        """
         self.on_refused = on_refused
         self._budget.add_arriving(self)
 
@@ -102,7 +104,7 @@ class BufferedBody:
         return not self.refused
 
     def release(self) -> None:
-        """Return the bytes to the budget. Calling it again changes nothing."""
+        """Returns the bytes to the budget. A second call changes nothing."""
         self.finish()
         self._budget.buffered_bytes -= self.size
         self.size = 0

@@ -1,4 +1,4 @@
-"""Reads the facts for scheduling from the bytes of a request body.
+"""Reads the properties that scheduling needs from the bytes of a request body.
 
 Small bodies are parsed once. Large and dense bodies are scanned in slices, because a parser blocks the event loop while
 it runs, in any thread.
@@ -89,10 +89,12 @@ _MEDIA_KEY = re.compile(rb'"(?:%s)"' % b"|".join(name.encode() for name in sorte
 
 
 class BodyReader:
-    """Reads the bodies of one event loop. Large bodies take turns: many bodies stall the loop no longer than one."""
+    """Reads the bodies of one event loop. Only one large body is read at a time, so many bodies block the loop no
+    longer than one.
+    """
 
     def __init__(self, *, prefixes: bool = False, session_members: Sequence[str] = ()) -> None:
-        """With `prefixes`, compute the hash chain of every prompt, for a placement that uses prefixes.
+        """With `prefixes`, computes the hash chain of every prompt, for a placement that uses prefixes.
 
         `session_members` are the top-level members that may name the session.
         """
@@ -101,7 +103,7 @@ class BodyReader:
         self._turns = asyncio.Lock()
 
     async def read(self, body: bytes, kind: BodyKind, content_type: str = "") -> ParsedBody:
-        """Read one body; forms need `content_type`. Raises BadBody. The loop is never blocked for more than 10 ms."""
+        """Reads one body; forms need `content_type`. Raises BadBody. The loop is never blocked for more than 10 ms."""
         if kind is BodyKind.FORM:
             return await self._in_turns(read_form(body, content_type, self._session_members))
         if parses_at_once(body):
@@ -134,7 +136,9 @@ class BodyReader:
 
 
 def parses_at_once(body: bytes) -> bool:
-    """Whether parsing blocks the loop for at most about 2 ms. May be False for a text with many brackets."""
+    """Returns whether parsing blocks the loop for at most about 2 ms. May return False for a text with many
+    brackets.
+    """
     if len(body) <= 2 * PARSE_VALUES_MAX:
         return True
     # Every value except the outermost follows an opening bracket or a comma.
@@ -173,7 +177,7 @@ def _of_fields(
 def read_large(
     body: bytes, kind: BodyKind, prefixes: bool = False, session_members: Sequence[str] = ()
 ) -> Slices[ParsedBody]:
-    """Scan a JSON body of any size in slices. Raises BadBody, but not for broken values that are not read."""
+    """Scans a JSON body of any size in slices. Raises BadBody, except for invalid values that are not read."""
     options = (*_OPTIONS, *_INDIVISIBLE, *PROMPT_ALONE, *(RESPONSE_MEMBERS if kind is BodyKind.RESPONSES else ()))
     grammar = (*_GRAMMAR, "tool_choice")
     found = yield from scan_every(body, (*_TEXT, *options, SALT, *GUARDED, *PROMPT_ALONE, *grammar, *session_members))
@@ -221,9 +225,9 @@ def _is_splittable(kind: BodyKind, fields: Mapping[str, Any]) -> bool:
 
 
 def _is_alike(kind: BodyKind, fields: Mapping[str, Any]) -> bool:
-    """Whether an engine that accepts the prefill call also accepts the form of the decode call.
+    """Returns whether an engine that accepts the prefill call also accepts the decode call of this body.
 
-    An engine that rejects the form of a decode call does not free the prompt, whose blocks then stay until the KV lease
+    An engine that rejects a malformed decode call does not free the prompt, whose blocks then stay until the KV lease
     expires. Only members that differ between the two calls are checked: other bad values already fail the prefill.
     """
     counts = [fields.get(name) for name in (*LIMITS[kind], "min_tokens")]
@@ -237,7 +241,7 @@ def _is_alike(kind: BodyKind, fields: Mapping[str, Any]) -> bool:
 
 
 def read_form(body: bytes, content_type: str, session_members: Sequence[str] = ()) -> Slices[ParsedBody]:
-    """Find `model` and `stream` in a multipart form, whose prompt counts as a single sound. Raises BadBody."""
+    """Finds `model` and `stream` in a multipart form. Raises BadBody. The prompt of a form counts as a single sound."""
     found = yield from scan_form(body, content_type, ("model", "stream", *TRANSFER, *session_members))
     for name in TRANSFER:
         if name in found:
@@ -301,7 +305,7 @@ def _sequences(fields: Mapping[str, Any], sizes: list[_Size]) -> int:
 
 
 def _number(value: Any) -> int:
-    """A count as the engine reads it: "8" and 8.0 are 8. Returns 1 for anything else."""
+    """Converts a count as the engine does: "8" and 8.0 are 8. Returns 1 for anything else."""
     if isinstance(value, str) and len(value) <= _NUMBER_CHARS_MAX:
         try:
             value = float(value)
@@ -331,7 +335,7 @@ def _parsed_size(name: str, value: Any) -> _Size:
 
 
 def _text_size(value: Any, with_names: bool, prompts: int = 1) -> _Size:
-    """The size of all text in a parsed value, at any depth."""
+    """Returns the size of all text in a parsed value, at any depth."""
     total_bytes, media = 0, False
     ahead = [value]
     while ahead:
@@ -361,7 +365,7 @@ def _string_bytes(text: str) -> int:
 
 
 def _scanned_size(member: Member) -> _Size:
-    """The size of a scanned text member, from the counts in `member`."""
+    """Returns the size of a scanned text member, from the counts in `member`."""
     if member.kind is not Kind.ARRAY:
         return _Size(member.text_bytes)
     lists = member.arrays - 1
@@ -382,7 +386,7 @@ def _option(body: bytes, name: str, member: Member) -> Any:
 
 
 def _scanned_text(body: bytes, member: Member) -> Any:
-    """The value of a member that may name a session; None if it is too long or broken."""
+    """Returns the value of a member that may name a session; None if it is too long or invalid."""
     try:
         return _option(body, "", member)
     except BadBody:

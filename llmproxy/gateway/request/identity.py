@@ -1,4 +1,4 @@
-"""Classifies a request by its key, headers and configuration: band, flow, objective, limits and time to wait."""
+"""Classifies a request by its key, headers and configuration: band, flow, objective, limits and maximum wait."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _UNIT_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.
 
 @dataclass(frozen=True, slots=True)
 class RequestClass:
-    """How a request is queued."""
+    """The class of a request: everything that decides how it waits."""
 
     # The priority.
     band: int
@@ -63,7 +63,7 @@ class RequestClass:
 
 @dataclass(frozen=True, slots=True)
 class _Objective:
-    """Settings for a request from one source: a header, a tenant or a model. For None, the next source counts."""
+    """An objective from one source: a header, a tenant or a model. If a value is None, the next source counts."""
 
     band: int | None = None
     ttft_s: float | None = None
@@ -99,7 +99,7 @@ class Identity:
         self._keeps_credentials = config.forward_credentials
 
     def trusts(self, client: Client, tenant: Tenant = NO_TENANT) -> bool:
-        """Whether a request's headers count, because its client or its tenant is trusted."""
+        """Returns whether a request's headers count, because its client or its tenant is trusted."""
         if tenant.trusted or (client.proxied and self._trusts_proxies):
             return True
         return (client.certain or self._trusts_all) and self._trusted[client.address]
@@ -113,9 +113,11 @@ class Identity:
         trace: TraceContext | None = None,
         span_id: str = "",
     ) -> Headers:
-        """The header fields for `backend`: with its own key, without privileged fields of a client that is not trusted.
+        """Returns the header fields for `backend`: with the backend's key, without privileged fields of a client that
+        is not trusted.
 
-        With a `trace`, `span_id` is the parent of the backend's spans; else the client's trace fields are forwarded.
+        With a `trace`, `span_id` is the parent of the backend's spans. Without one, the client's trace fields are
+        forwarded.
         """
         key = backend.api_key or self._backend_key
         withheld = frozenset() if trusted else self._privileged
@@ -131,11 +133,11 @@ class Identity:
         return headers
 
     def sends_own_key(self, backend: BackendConfig) -> bool:
-        """Whether requests to `backend` have the proxy's key, or none, instead of the client's key."""
+        """Returns whether requests to `backend` carry the proxy's key, or none, instead of the client's key."""
         return bool(backend.api_key or self._backend_key) or not self._keeps_credentials
 
     def key_hint(self, backend: BackendConfig) -> str:
-        """The log text for a backend that refuses requests because of the key."""
+        """Returns advice for the log about a backend that refuses the key of requests."""
         if backend.api_key or self._backend_key:
             return f"{backend.name} does not accept the key that is configured for it (api_key or backend_api_key)"
         return f"{backend.name} wants a key: set backend_api_key, or its own api_key; keys of clients are not forwarded"
@@ -146,10 +148,11 @@ class Identity:
         return tuple(name for place, name in self._session_names if place == "body")
 
     def session(self, http: web.BaseRequest, in_body: Mapping[str, str], tenant: Tenant = NO_TENANT) -> str | None:
-        """The session of a request, as a hash that is the same in every process. None if it names no session.
+        """Returns the session of a request as a hash that is the same in every process; None if the request names no
+        session.
 
-        The request is searched for the configured names in order. `in_body` maps its `session_members` to their texts.
-        Equal names of different tenants are different sessions.
+        The configured places are tried in order. `in_body` maps `session_members` to their texts in the body. Equal
+        names of different tenants are different sessions.
         """
         for place, name in self._session_names:
             if place == "header":
@@ -219,7 +222,9 @@ class Identity:
         return (name for name in dict.fromkeys(names) if name in self._limits)
 
     def max_wait_s(self, headers: Mapping[str, str], band: int = DEFAULT) -> float:
-        """How long a request of `band` may wait, in seconds. Raises Failure (400) if the TTL header is no duration."""
+        """Returns how long a request of `band` may wait, in seconds. Raises Failure (400) if the TTL header is no
+        duration.
+        """
         max_wait_s, text = self._band_max_waits_s.get(band, self._max_wait_s), headers.get(TTL_HEADER)
         if text is None:
             return max_wait_s
@@ -272,7 +277,7 @@ def request_id(headers: Mapping[str, str]) -> str | None:
 
 
 def id_for_error(headers: Mapping[str, str]) -> str:
-    """The request id of a refusal, for answer and log: the client's if it fits, else a new one."""
+    """Returns the request id for answer and log of a refusal: the client's id if it fits, else a new id."""
     return request_id(headers) or uuid4().hex
 
 

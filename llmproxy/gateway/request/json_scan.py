@@ -1,8 +1,8 @@
 """Finds the positions of the members of a JSON object, in slices that never block the event loop for long.
 
-A parser turns every element into a Python object before it returns, which is one long stall for a body of many
-megabytes. The scan works on bytes in bulk instead: for each slice it masks escapes, splits at the quotes and sums up
-the brackets between the strings, all in C. A string of 50 MB costs a few passes over memory and no Python loop.
+A parser turns every element into a Python object before it returns, which blocks the loop for a body of many megabytes.
+The scan works on bytes in bulk instead: for each slice it masks escapes, splits at the quotes and sums up the brackets
+between the strings, all in C. A string of 50 MB costs a few passes over memory and no Python loop.
 
 The scan is exact for valid JSON and refuses broken structure. It does not check numbers or escapes in values that are
 not read, because the engine reads the same bytes and reports such errors.
@@ -88,7 +88,9 @@ def is_media(head: bytes) -> bool:
 
 
 def scan_members(body: bytes, wanted: Collection[str], slice_bytes: int = SLICE_BYTES) -> Slices[dict[str, Member]]:
-    """Like `scan_every`, but keeps only the last value of a repeated name, as the engine does."""
+    """Returns the last value of each wanted name, as the engine does for repeated names; otherwise like
+    `scan_every`.
+    """
     return dict((yield from scan_every(body, wanted, slice_bytes)))
 
 
@@ -141,7 +143,7 @@ def scan_every(
 
 
 def drain(slices: Slices[T]) -> T:
-    """Run a sliced computation to its end without a pause. Raises whatever the computation raises."""
+    """Runs a sliced computation to its end without a pause. Raises the exceptions of the computation."""
     while True:
         try:
             next(slices)
@@ -162,7 +164,7 @@ def _byte(body: bytes, at: int, inside: str) -> bytes:
 
 
 def _name(body: bytes, key: Member, names: dict[bytes, str]) -> str | None:
-    """The wanted name that a key spells, None for any other key."""
+    """Returns the wanted name that a JSON key spells; None for any other key."""
     if key.end - key.start > KEY_BYTES_MAX:
         return None
     raw = body[key.start + 1 : key.end - 1]
@@ -175,7 +177,7 @@ def _name(body: bytes, key: Member, names: dict[bytes, str]) -> str | None:
 
 
 def _run(pattern: re.Pattern[bytes], body: bytes, at: int, slice_bytes: int) -> Slices[int]:
-    """Skip the bytes that `pattern`, a repeated class of bytes, matches. Returns the position after them."""
+    """Skips the bytes that `pattern`, a repeated class of bytes, matches. Returns the position after them."""
     while True:
         match = pattern.match(body, at, at + slice_bytes)
         assert match is not None  # The patterns match the empty string too.

@@ -80,9 +80,10 @@ def _boundary(content_type: str) -> bytes:
 
 
 def _params(header: str) -> dict[str, str]:
-    """The parameters of a header value, with names in lower case. The content of a quoted value is never a name.
+    """Returns the parameters of a header value, with names in lower case. The content of a quoted value is never a
+    name.
 
-    Raises BadBody if the value holds anything but parameters, or one of them twice.
+    Raises BadBody if the value has anything but parameters, or a parameter twice.
     """
     params: dict[str, str] = {}
     header = header.rstrip("; \t")
@@ -99,7 +100,9 @@ def _params(header: str) -> dict[str, str]:
 
 
 def _field(head: bytes) -> tuple[str, bool]:
-    """The name of the field with this header block ("" if it has none), and whether it is a file."""
+    """Returns the name of the form field with this header block ("" if it has none), and whether the field is a
+    file.
+    """
     lines = head.decode("utf-8", "replace").split("\r\n")
     if any(map(_CONTROL.search, lines)):
         raise BadBody("The header of a part of the form has a control character.")

@@ -56,7 +56,7 @@ _Edit = tuple[int, int, bytes]
 
 @dataclass(frozen=True, slots=True)
 class Spliced:
-    """The bytes to send, in order, without a copy of the client's bytes."""
+    """The bytes to send, as pieces in order, without a copy of the client's bytes."""
 
     parts: tuple[bytes | memoryview, ...]
     # Whether the proxy, and not the client, asked the engine for a usage event.
@@ -65,7 +65,7 @@ class Spliced:
 
 @dataclass(frozen=True, slots=True)
 class ParsedBody:
-    """The facts of one body, and its bytes."""
+    """The properties of one body that scheduling needs, and its bytes."""
 
     # The input of scheduling.
     facts: RequestFacts
@@ -109,7 +109,9 @@ class ParsedBody:
         return self._member(name) is not None
 
     def answer_limits(self) -> list[tuple[str, bytes]]:
-        """Names and JSON values of the members that limit the answer: the member in effect, or all possible ones."""
+        """Returns names and JSON values of the members that limit the answer: the member in effect, or all possible
+        members.
+        """
         names = LIMITS[self.kind]
         members = drain(scan_members(self.body, (*names, _SAMPLING))) if self.members is None else self.members
         texts = {name: self.body[one.start : one.end] for name, one in members.items() if name in (*names, _SAMPLING)}
@@ -131,13 +133,13 @@ class ParsedBody:
         transfer: bytes | None = None,
         prompt_alone: bool = False,
     ) -> Spliced:
-        """The body with these edits, and with null for every transfer parameter of the client.
+        """Returns the body with these edits, and with null for every transfer parameter of the client.
 
         `model` replaces the model name; a body without a name stays without one. `want_usage` asks for usage in chat
-        and completion streams whose client did not ask for it. `priority` is the engine's priority, lower first; it
-        replaces the client's where the endpoint has such a field. Elsewhere the priority of a client that is not
-        `trusted` becomes the usual one, 0. `salt` replaces `cache_salt`. `transfer` is the JSON value of the proxy's
-        own `kv_transfer_params`. `prompt_alone` asks for one token in one piece.
+        and completion streams whose client did not ask for it. `priority` is the engine's priority, lower first. It
+        replaces the client's priority if the endpoint has such a field; elsewhere the priority of a client that is not
+        `trusted` becomes 0, the default. `salt` replaces `cache_salt`. `transfer` is the JSON value of the proxy's
+        `kv_transfer_params`. `prompt_alone` asks for one token in one piece.
         """
         if not self.body:
             return Spliced(())
@@ -173,7 +175,7 @@ class ParsedBody:
         return Spliced(_spliced(self.body, sorted(edits)), usage is not None)
 
     def _alone(self, edits: list[_Edit], added: list[bytes]) -> None:
-        """Ask for the prompt and one token."""
+        """Adds the edits that ask for the prompt and one token."""
         limits = LIMITS[self.kind]
         members = drain(scan_members(self.body, (*PROMPT_ALONE, *limits))) if self.members is None else self.members
         asked = PROMPT_ALONE | dict.fromkeys(limits, b"1")
@@ -184,7 +186,7 @@ class ParsedBody:
             added.append(b'"' + limits[-1].encode() + b'":1')
 
     def _usage_option(self) -> bytes | None:
-        """The `stream_options` that ask for usage; None where they should stay as they are."""
+        """Returns the `stream_options` that ask for usage; None if the body needs no change."""
         if not self.facts.stream or self.kind not in (BodyKind.CHAT, BodyKind.COMPLETION):
             return None
         options = self.stream_options
@@ -243,7 +245,9 @@ def _check_arguments(value: bytes, name: str, *path: str) -> Slices[None]:
 
 
 def as_bool(value: Any) -> bool | None:
-    """The truth value of a JSON value by the generous rules of the engine: null is false. None for other values."""
+    """Returns the truth value of a JSON value by the engine's rules, where null is false. None for a value that the
+    engine rejects.
+    """
     if value is None or isinstance(value, bool):
         return bool(value)
     if isinstance(value, int | float) and value in (0, 1):

@@ -1,4 +1,4 @@
-"""Helpers of the baselines: candidate backends, requests in flight, and the blocks of a prompt."""
+"""Helpers of the baseline routers: candidate backends, requests in flight, and the blocks of a prompt."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from llmproxy.lab.baselines.policy import Surroundings
 
 
 def candidates(request: Request, views: Sequence[View], excluded: frozenset[str]) -> list[View] | NoCapacity | NoMatch:
-    """Returns the healthy backends that serve the model with a context that is long enough, however full they are.
+    """Returns the healthy backends that serve the model with a long enough context, whether or not they have free
+    slots.
 
-    If no context is long enough, all are returned: a router without a queue leaves the refusal to the engine.
+    If no context is long enough, all healthy backends are returned: a router without a queue leaves the refusal to the
+    engine.
     """
     up = [view for view in views if view.available]
     if not up and views:
@@ -30,7 +32,7 @@ def candidates(request: Request, views: Sequence[View], excluded: frozenset[str]
 def prompt_blocks(request: Request, around: Surroundings) -> dict[Block, int]:
     """Returns the tokens of each block of the prompt, in order. The last block may be partial.
 
-    Blocks without an id in the trace get ids of their own. They match nothing, but take room in an index.
+    Blocks without an id in the trace get new ids. Such blocks match nothing, but take space in an index.
     """
     prompt, size = around.prompts[request.id], around.block_tokens
     count = -(-prompt.tokens // size)
@@ -72,7 +74,9 @@ class ImmediatePlacement(Placement):
 
 
 class Ledger:
-    """The amount (requests or tokens) in flight on each backend. Both dictionaries contain live leases only."""
+    """The amount (requests or tokens) in flight on each backend. Both dictionaries contain only leases that have not
+    ended.
+    """
 
     def __init__(self) -> None:
         self._held: dict[int, tuple[str, int]] = {}
@@ -99,7 +103,7 @@ class Ledger:
 
 
 class Counting(ImmediatePlacement):
-    """Counts its own requests in flight, whatever their sizes."""
+    """Counts the requests in flight that this router sent, whatever their sizes."""
 
     def __init__(self) -> None:
         self.in_flight = Ledger()

@@ -30,7 +30,7 @@ Splits = Callable[[int, int], bool]
 
 @dataclass(slots=True)
 class KnownCaches:
-    """The router's belief about the caches of the replicas."""
+    """The router's assumption about the caches of the replicas."""
 
     around: Surroundings
     caches: KvEventCaches | PredictedCaches
@@ -111,7 +111,9 @@ def vllm_router_pd() -> Baseline:
 
 @baselines.register("llmd_pd")
 def llmd_pd(*, uncached: float = 512.0) -> Baseline:
-    """A request is split if at least `uncached` tokens of its prompt are not cached at the decode replica."""
+    """llm-d's rule: a request is split if at least `uncached` tokens of its prompt are not cached at the decode
+    replica.
+    """
 
     def make(around: Surroundings) -> Placement:
         known = KnownCaches(around, PredictedCaches(around))
@@ -126,8 +128,8 @@ def llmd_pd(*, uncached: float = 512.0) -> Baseline:
 
 @baselines.register("dynamo_pd")
 def dynamo_pd(*, uncached: float = 2_048.0, share: float = 0.7) -> Baseline:
-    """A request is split if at least `uncached` tokens, or the part `share` of its prompt, are not cached at the decode
-    replica.
+    """Dynamo's rule: a request is split if at least `uncached` tokens, or the part `share` of its prompt, are not
+    cached at the decode replica.
     """
 
     def make(around: Surroundings) -> Placement:

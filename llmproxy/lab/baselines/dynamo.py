@@ -66,7 +66,7 @@ class Active:
 
 
 class KvEventCaches:
-    """The caches as the KV events of the engines report them, 10 ms late. Lost events make them wrong."""
+    """The caches as reported by the KV events of the engines, 10 ms late. Lost events make this state wrong."""
 
     def __init__(self, around: Surroundings) -> None:
         self._cached_tokens = around.kv_events()
@@ -115,7 +115,7 @@ class PredictedCaches:
                 self._blocks -= 1
 
     def _prune(self) -> None:
-        """Drop the blocks that expire first, on any backend, until a fifth of the room is free."""
+        """Drops the blocks that expire first, on any backend, until a fifth of the index is free."""
         index = self._index
         oldest = [(until_s, name) for name in index.backends() if (until_s := index.oldest(name)) is not None]
         heapify(oldest)

@@ -1,12 +1,13 @@
 """The endpoint picker of llm-d and the Gateway API Inference Extension (EPP, v0.10), as it is deployed.
 
-It has two default configurations: `epp_blend` is the weighted sum of scores of EPP's default code, behind its gate;
-`epp_sticky` is the "sticky until saturated" of its newer guides, without the gate. Filters, scorers, weights and
-thresholds are as documented there. The parameter `gate` switches the gate of either on or off. Differences:
+It has two default configurations: `epp_blend` is the weighted sum of scores of EPP's default code, behind its
+saturation gate; `epp_sticky` is the "sticky until saturated" of its newer guides, without the gate. Filters, scorers,
+weights and thresholds are as documented there. The parameter `gate` switches the gate of either on or off. Differences:
 
-* Requests wait in this project's queue (strict bands, first come, first served), without EPP's one-second expiry sweep.
+* Requests wait in this project's queue (strict bands, first come, first served), without EPP's check for expired
+  requests once a second.
 * Prompts are divided into the blocks of the trace, because a trace has no text.
-* Neither default has the scorer for adapters. Each adapter has blocks of its own, as EPP's hash chain begins with the
+* Neither default has the scorer for adapters. Each adapter has separate blocks, as EPP's hash chain begins with the
   name of the model.
 * Two known defects of its index are fixed, as in later versions: heads evicted before their tails, and a capacity of
   16-token blocks counted in 64-token blocks.
@@ -65,11 +66,11 @@ Profile = Callable[[Sequence[Candidate]], Scored]
 
 
 def blend(queue: float = 2.0, kv: float = 2.0, prefix: float = 3.0) -> Profile:
-    """queue-scorer, kv-cache-utilization-scorer and prefix-cache-scorer, weighted.
+    """Returns a profile: queue-scorer, kv-cache-utilization-scorer and prefix-cache-scorer, weighted.
 
     The queue score is min-max normalized over the candidates, so a difference of one request weighs as much as a
-    difference of fifty. Queue and KV cache usage come from the last reading, so all requests between two readings see
-    the same best backend.
+    difference of fifty. Queue and KV cache usage come from the last scrape, so all requests between two scrapes see the
+    same best backend.
     """
 
     def scored(candidates: Sequence[Candidate]) -> Scored:
@@ -87,12 +88,12 @@ def blend(queue: float = 2.0, kv: float = 2.0, prefix: float = 3.0) -> Profile:
 
 
 def sticky(match: float = 0.8, penalty_s: float = 18.0, rate: float = 15_928.0) -> Profile:
-    """prefix-cache-affinity-filter, then token-load-scorer.
+    """Returns a profile: prefix-cache-affinity-filter, then token-load-scorer.
 
     A backend is warm if it has at least the share `match` of the prompt's blocks. If there are warm backends, only they
     are candidates, unless the least loaded of them would begin more than `penalty_s` later than the least loaded other
     backend, at `rate` prompt tokens per second. With `penalty_s` 0 there is no such exception. The candidate with the
-    fewest tokens in flight, this prompt's uncached tokens included, wins.
+    fewest tokens in flight, including this prompt's uncached tokens, is chosen.
     """
 
     def warm_candidates(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
@@ -115,8 +116,8 @@ def sticky(match: float = 0.8, penalty_s: float = 18.0, rate: float = 15_928.0) 
 def saturation(views: Sequence[View], now: float) -> float:
     """Returns the mean over the healthy backends of max(waiting / 5, KV cache usage / 0.8). At 1 the pool is full.
 
-    A backend without a reading of the last 200 ms counts 1.0, and so does an empty pool. As in EPP's default detector,
-    one hot backend among idle ones is invisible, and requests since the last readings do not count.
+    A backend without a scrape in the last 200 ms counts 1.0, and so does an empty pool. As in EPP's default detector,
+    one hot backend among idle ones is invisible, and requests since the last scrapes do not count.
     """
     up = [view.reading for view in views if view.available]
     parts = [
@@ -129,10 +130,10 @@ def saturation(views: Sequence[View], now: float) -> float:
 
 
 class Ticks:
-    """The rate of EPP's dispatch loop: one queued request per millisecond. A request that did not wait takes no tick.
+    """The rate of EPP's dispatch loop: one queued request per millisecond. A request that did not wait uses no tick.
 
-    A replay wakes at events, not at every tick. So the ticks until the next scrape may be used in advance: before that
-    scrape, the readings do not change.
+    A replay runs at events, not at every tick. So the ticks until the next scrape may be used in advance: before that
+    scrape, the metrics do not change.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -175,10 +176,10 @@ class LruIndex(BlockIndex):
 
 
 class EndpointPicker(Placement):
-    """A profile with its gate, its prefix index and the work in flight.
+    """A profile with its saturation gate, its prefix index and the work in flight.
 
     Work in flight is counted in uncached prompt tokens, until the first byte. Prompts (not answers) are indexed when a
-    request is sent, before it succeeds. A departed backend is forgotten within two minutes.
+    request is sent, before it succeeds. A removed backend is forgotten within two minutes.
     """
 
     def __init__(self, around: Surroundings, gate: bool, profile: Profile) -> None:
@@ -236,7 +237,9 @@ class EndpointPicker(Placement):
         self.tokens_in_flight.take_back(lease)
 
     def _blocks(self, request: Request) -> list[Block]:
-        """Returns the prompt as the trace has it. The last block may be partial; blocks without an id match nothing."""
+        """Returns the prompt's blocks in the trace. The last block may be partial; blocks without an id match
+        nothing.
+        """
         known, size = self._around.prompts[request.id], self._around.block_tokens
         count = min(-(-known.tokens // size), max(1, PROMPT_TOKENS_MAX // size))
         blocks: list[Block] = list(known.blocks[:count])

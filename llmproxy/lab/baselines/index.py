@@ -12,7 +12,7 @@ Block = int | tuple[str, int]
 class BlockIndex:
     """A list of blocks per backend in the order of last use, and a bit mask of the backends that have each block.
 
-    Each entry of a list has a number, whose meaning is up to the caller (a size, a time). Only the caller drops blocks.
+    Each entry of a list has a number, whose meaning the caller chooses (a size, a time). Only the caller drops blocks.
     """
 
     def __init__(self) -> None:

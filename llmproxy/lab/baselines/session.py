@@ -17,9 +17,10 @@ WINDOW_S = 60.0
 
 
 class Ring:
-    """Consistent hashing (Karger et al., 1997) with `POINTS` points per backend, as in the library of production-stack.
+    """A consistent hash ring (Karger et al., 1997) with `POINTS` points per backend, as in the library of
+    production-stack.
 
-    The ring keeps all backends, and `find` skips unavailable ones. A ring without these would give the same result.
+    The ring has all backends, and `find` skips unavailable ones. A ring without these would give the same result.
     """
 
     def __init__(self) -> None:

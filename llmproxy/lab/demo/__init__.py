@@ -1,7 +1,7 @@
 """The demo: simulated replicas behind a proxy, traffic with overload and failures, and the picture of `llmproxy top`.
 
 The demo starts each process as `llmproxy.cli.child`, which ends at the end of its standard input. Only the demo has the
-other end of that pipe, so no process outlives it.
+other end of that pipe, so each process ends with the demo.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _config(port: int, replicas: Sequence[DemoReplica]) -> dict[str, Any]:
 
 
 def _adapters(number: int, count: int) -> tuple[str, ...]:
-    """Returns the adapters of a replica. Each adapter is on two replicas, or on the only one."""
+    """Returns the adapters of a replica. Each adapter is on two replicas, or on the only replica."""
     return tuple(adapter for i, adapter in enumerate(ADAPTERS) if (number - 1 - i) % count < 2)
 
 

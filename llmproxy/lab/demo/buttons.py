@@ -1,6 +1,6 @@
 """Buttons for the scenes on the page of the demo's proxy. The proxy prints the pressed key, and the demo reads it.
 
-Only `llmproxy.cli.demo_child` adds them, so no other proxy has scenes.
+Only `llmproxy.cli.demo_child` adds these buttons, so no other proxy has scenes.
 """
 
 from __future__ import annotations

@@ -93,6 +93,6 @@ def demo_picture(
 
 
 def _end_demo() -> None:
-    """End the demo like a signal, because its output is closed. Further output is discarded."""
+    """Ends the demo, because its output is closed, in the same way as a signal. Further output is discarded."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     signal.raise_signal(signal.SIGTERM)

@@ -63,7 +63,7 @@ class _Process:
         self.life = asyncio.create_task(self._live())
 
     async def _live(self) -> None:
-        """Read the output until the process ends, so that it never blocks on a full pipe."""
+        """Reads the output until the process ends, so that the process never blocks on a full pipe."""
         assert self.handle.stdout is not None
         async for line in self.handle.stdout:
             self.tail.append(line.decode(errors="replace").rstrip("\r\n"))

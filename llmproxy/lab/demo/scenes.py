@@ -1,4 +1,6 @@
-"""The scenes of the demo. The user starts a scene with a key; otherwise the demo plays all of them in turn."""
+"""The scenes of the demo. The user starts a scene with a key. Without a key, the demo plays all scenes one after the
+other.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ class Scene:
 
     @property
     def path(self) -> str:
-        """The path of its button at the proxy. A POST to `PATH/began` logs its start."""
+        """The path of the scene's button at the proxy. A POST to `PATH/began` logs the start of the scene."""
         return f"/admin/scenes/{self.name.replace(' ', '-')}"
 
 
@@ -91,7 +93,7 @@ class Stage:
         return playable_scenes(self.single_replica)
 
     def pressed(self, key: str) -> None:
-        """Play the scene of a key, and stop automatic play. LEAD resumes automatic play."""
+        """Plays the scene of a key, and stops automatic play. The key LEAD resumes automatic play."""
         if key == LEAD:
             self._automatic.set()
         for scene in self.scenes:
@@ -107,7 +109,7 @@ class Stage:
         return task
 
     async def lead(self) -> None:
-        """Play all scenes in turn, except while the user plays scenes. Runs until cancelled."""
+        """Plays all scenes one after the other, except while the user plays scenes. Runs until cancelled."""
         self._automatic.set()
         try:
             for scene in cycle(self.scenes):

@@ -132,7 +132,7 @@ def _numbered(stem: str, count: int) -> list[str]:
 
 
 def room_tokens(kv_tokens: int, block_size: int) -> int:
-    """Returns the longest sequence that a KV cache can hold: vLLM reserves a block for itself."""
+    """Returns the longest sequence that fits into a KV cache. vLLM reserves one block for itself."""
     return (kv_tokens // block_size - 1) * block_size
 
 

@@ -53,6 +53,6 @@ class ServerJob:
     heard_s: float = 0.0
 
     def break_off(self, by_timeout: bool = False) -> None:
-        """Break the connection. No effect after the end of the answer."""
+        """Breaks the connection of the request. No effect after the end of the answer."""
         if not self.ended.done():
             self.ended.set_exception(Broken(by_timeout))

@@ -28,15 +28,15 @@ class KeptKv:
         return self.connector.engine is self.engine
 
     def hold(self) -> None:
-        """The reader has accepted the request, and keeps the lease alive while the request waits."""
+        """Keeps the blocks leased, because the reader has accepted the request and waits."""
         self.connector.hold(self)
 
     def lost(self) -> None:
-        """The reader is gone, so the lease will expire."""
+        """Marks the reader as gone, so that the lease of the blocks expires."""
         self.connector.lease(self, self.connector.times.extension_s)
 
     def release(self) -> bool:
-        """Release the blocks. Returns whether they were still pinned."""
+        """Releases the blocks. Returns whether they were still pinned."""
         return self.connector.release(self)
 
 
@@ -69,7 +69,7 @@ class KvConnector:
     # --- KV that others fetch -----------------------------------------------------------------------------------------
 
     def keep(self, request_id: str, cached_tokens: int) -> KeptKv:
-        """Pin the blocks of an ended request for the time of a lease."""
+        """Pins the blocks of an ended request for the length of a lease."""
         assert self.engine is not None, "a server without an engine serves nothing"
         kept = KeptKv(self, self.engine, request_id, cached_tokens)
         self.lease(kept, self.times.lease_s)
@@ -82,7 +82,7 @@ class KvConnector:
             self._leases[kept] = self._loop.call_later(lease_s, self.release, kept)
 
     def hold(self, kept: KeptKv) -> None:
-        """Pin the blocks until their release."""
+        """Pins the blocks until they are released."""
         if (lease := self._leases.pop(kept, None)) is not None:
             lease.cancel()
         if kept.reachable:

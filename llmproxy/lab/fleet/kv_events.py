@@ -51,7 +51,7 @@ class KvEvents:
 
 
 class _Subscription:
-    """The subscription to one replica: batches in transit, and the blocks of its cache as far as known."""
+    """The subscription to one replica: event batches in transit, and the blocks of its cache as far as known."""
 
     def __init__(self) -> None:
         self.held: set[int] = set()

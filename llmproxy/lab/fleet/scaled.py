@@ -16,10 +16,10 @@ ZERO_ASK_S = 5.0
 
 
 class ScaledFleet:
-    """Starts and ends `servers` as the autoscaler wants.
+    """Starts and ends `servers` as the autoscaler decides.
 
     The cost of a replica counts from the decision to start it until its end. A leaving replica accepts no new requests
-    and completes its own.
+    and completes its running requests.
     """
 
     def __init__(self, autoscale: Autoscale, servers: Mapping[str, SimulatedServer]) -> None:
@@ -46,7 +46,7 @@ class ScaledFleet:
 
     @property
     def ask_s(self) -> float:
-        """Seconds until the next look."""
+        """Seconds until the autoscaler reads its signal again."""
         return self.autoscale.ask_s if self.asked else min(ZERO_ASK_S, self.autoscale.ask_s)
 
     def begin(self) -> None:
@@ -56,7 +56,7 @@ class ScaledFleet:
             self._servers[name].start()
 
     def look(self, look: Look, loop: asyncio.AbstractEventLoop) -> None:
-        """Follow the signal: start or remove replicas."""
+        """Follows the autoscaler's signal: starts or removes replicas."""
         self._count(look.now)
         wanted = self._hpa.follow(self._value(look), self.signal.target, look.now)
         have = len(self._serving) + len(self._starting)

@@ -48,7 +48,7 @@ class _Stretch:
 
 @dataclass(slots=True)
 class _FaultsInForce:
-    """The active faults. Past gauges are kept for `remembered_s`, the largest age of any `metric_age` fault."""
+    """The active faults. Past gauges are stored for `remembered_s`, the largest age of any `metric_age` fault."""
 
     slow: float = 1.0
     reset: float = 0.0
@@ -125,7 +125,9 @@ class SimulatedServer:
         self._leaving_for_s = None
 
     def roll(self, gone_s: float) -> None:
-        """Drain: accept no new requests, complete the others, stop, and start again `gone_s` later with cold caches."""
+        """Drains the server: it accepts no new requests, completes the others, stops, and starts again `gone_s` later
+        with cold caches.
+        """
         self._leaving_for_s = gone_s
         self._stop_when_done()
 
@@ -194,7 +196,7 @@ class SimulatedServer:
 
     @property
     def context_tokens(self) -> int:
-        """The most tokens of prompt and answer that this server accepts."""
+        """The most tokens of prompt and answer together that this server accepts."""
         return min(self.spec.max_model_len, self.engine.kv_room_tokens)
 
     def holds(self, request: EngineRequest) -> bool:
@@ -228,7 +230,7 @@ class SimulatedServer:
         return self._kv.keep(job.request.id, job.hit_tokens or 0)
 
     def scrape(self) -> Gauges | None:
-        """Returns the gauges of the metrics page; None if the reading is lost.
+        """Returns the gauges of the metrics page; None if the scrape is lost.
 
         Raises Refusing if the server is not alive, Leaving if it drains, and TimeoutError if it hangs.
         """
@@ -278,7 +280,7 @@ class SimulatedServer:
             self._settle(self._loop.time())
 
     def _enter(self, job: ServerJob) -> None:
-        """Pass a request to the engine, because the front end has tokenised its prompt."""
+        """Passes a request to the engine, after the front end has tokenised its prompt."""
         if self._jobs.get(job.request.id) is not job:
             return
         self._before_change()
@@ -287,7 +289,7 @@ class SimulatedServer:
         self._after_change()
 
     def _before_change(self) -> None:
-        """Prepare for a change of the engine from outside."""
+        """Brings the engine to the present, before it is changed from outside."""
         if not self.faults.frozen:
             self._interrupt()
 
@@ -339,7 +341,7 @@ class SimulatedServer:
         self._next()
 
     def _settle(self, now: float) -> None:
-        """Advance the engine by the steps of the stretch that are complete at `now`."""
+        """Advances the engine by the decode steps that are complete at `now`."""
         stretch = self._stretch
         assert stretch is not None
         if now == stretch.settled_s:
@@ -352,7 +354,7 @@ class SimulatedServer:
             self._advance(stretch, done)
 
     def _advance(self, stretch: _Stretch, steps: int) -> StepResult:
-        """Do the first `steps` of a stretch and remove them from it."""
+        """Does the first `steps` of a run of decode steps and removes them from the run."""
         result = self.engine.advance(steps)
         for after_s, changes in result.kv_events:
             self._publish(stretch.start_s + after_s * stretch.factor, changes)
@@ -361,7 +363,7 @@ class SimulatedServer:
         return result
 
     def _interrupt(self) -> None:
-        """End the stretch after its running step, because the engine is about to change."""
+        """Ends the run of decode steps after the step in progress, because the engine is about to change."""
         if self._stretch is None:
             return
         self._settle(self._loop.time())

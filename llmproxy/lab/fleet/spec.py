@@ -20,12 +20,12 @@ class FleetFaultKind(StrEnum):
 
     `kill`: the process dies, connections break and polls are refused, until a `restart` if there is one.
     `restart`: the process dies (if it lives) and serves again, with cold caches, `value` seconds later.
-    `roll`: the server drains and then restarts like above, as in a rollout.
+    `roll`: the server drains and then restarts in the same way, as in a rollout.
     `hang`: the server accepts requests and polls but answers neither; its engine does not advance.
     `slow`: every step takes `value` times as long.
     `reset`: each answer is cut in mid-stream with probability `value`.
-    `metric_age`: readings are `value` seconds old when they arrive, with a fresh timestamp.
-    `lost_readings`: each poll of the metrics fails with probability `value`.
+    `metric_age`: metrics are `value` seconds old when they arrive, with a fresh timestamp.
+    `lost_readings`: each scrape fails with probability `value`.
     `lost_kv_events`: each batch of KV events is lost with probability `value`.
     """
 

@@ -230,7 +230,7 @@ class _EndlessCache:
 
 
 def _known(blocks: tuple[int, ...], cached: Container[int]) -> int:
-    """Returns the number of `blocks` before the first missing one."""
+    """Returns how many `blocks` are cached before the first block that is not."""
     return next((i for i, block in enumerate(blocks) if block not in cached), len(blocks))
 
 
@@ -261,7 +261,7 @@ class _OrderedRequests:
 
 @dataclass(slots=True)
 class _TraceSums:
-    """Sums over the counted requests. A survey of the trace has bounded the number of adapters."""
+    """Sums over the counted requests. The number of adapters is bounded, because the trace was checked before."""
 
     offered: int = 0
     fitting: int = 0

@@ -58,14 +58,15 @@ class Oracle(Placement):
 
     The delay at a replica is the sum of:
 
-    * the time until it can begin (a free sequence, an adapter slot, KV cache for prompt and answer, earlier prompts),
-    * the prefill of the tokens that are not in its cache,
+    * the time until the request can begin (a free sequence, an adapter slot, KV cache for prompt and answer, earlier
+      prompts),
+    * the prefill of the tokens that are not in the replica's cache,
     * the answer with its true length and step times,
     * the delay that this prefill and decode cause to every request in the batch,
     * the prefill once more, because a prompt that is computed twice evicts other blocks.
 
-    Candidates are the replicas that can begin at once, and those with so many more cached tokens that waiting may pay.
-    If the best one cannot begin soon, the request waits, and a request of higher priority may overtake it.
+    Candidates are the replicas that can begin at once, and replicas with so many more cached tokens that waiting may
+    pay. If the best candidate cannot begin soon, the request waits, and a request of higher priority may overtake it.
 
     The oracle uses the caches as they are. With the hits of a pooled cache at every replica, it would scatter prompts
     that share a prefix, and the copies would waste KV cache.

@@ -90,7 +90,7 @@ class Audit:
                 self._floors[request.band] = self._counters[request.band, request.flow]
 
     def granted(self, grant: Grant, view: View) -> None:
-        """`view` is the granted backend; for a split request, its decode backend."""
+        """Records a grant. `view` is the granted backend; for a split request, its decode backend."""
         request = grant.request
         self.left(request)
         # A decode stage got its place with the grant of its prefill stage, so it cannot be an inversion.
@@ -104,7 +104,7 @@ class Audit:
         self._charge_to(lease, self._charge.estimate(request))
 
     def resumed(self, number: int, request: Request) -> None:
-        """`request` runs under a lease of another scheduler, and has the lease `number` here."""
+        """Records a lease of another scheduler that continues here with the number `number`."""
         lease = self._leases[number] = _AuditedLease(request)
         self._unfinished_tokens += lease.tokens
         self._counters.setdefault((request.band, request.flow), 0.0)

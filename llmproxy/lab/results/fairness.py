@@ -42,9 +42,10 @@ class ServiceDifference:
         self._ended[tenant] = self._ended.get(tenant, 0.0) + service
 
     def look(self, under_way: Mapping[str, float], backlogged: Mapping[str, None]) -> None:
-        """Compare the backlogged tenants. Call it every `LOOK_EVERY_S`.
+        """Compares the backlogged tenants. Call it every `LOOK_EVERY_S`.
 
-        `under_way` maps tenants to the service of their unfinished requests. `backlogged` has the backlogged tenants.
+        `under_way` maps tenants to the service of their unfinished requests. `backlogged` has the backlogged tenants as
+        keys.
         """
         for tenant in backlogged:
             if len(self._followed) < TENANTS_MAX:
@@ -72,7 +73,9 @@ def jain(shares: Collection[float]) -> float:
 
 
 class EvenWindows:
-    """The lowest Jain index of any window, for the service of the tenants that were backlogged in the whole window."""
+    """The lowest Jain index of any window, for the service of the tenants that were backlogged during the whole
+    window.
+    """
 
     def __init__(self) -> None:
         self._looks = round(WINDOW_S / LOOK_EVERY_S)
@@ -81,7 +84,7 @@ class EvenWindows:
         self.least: float | None = None
 
     def look(self, served: Mapping[str, float]) -> None:
-        """`served` maps each tenant that is now backlogged to its service so far."""
+        """Records the service so far. `served` has each tenant that is now backlogged."""
         self._served.append(served)
         self._in_a_row = Counter({tenant: self._in_a_row[tenant] + 1 for tenant in served})
         lasting = [tenant for tenant, looks in self._in_a_row.items() if looks > self._looks]

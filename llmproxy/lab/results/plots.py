@@ -44,7 +44,7 @@ PANELS_ACROSS = 4
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """A figure and its caption. Without a figure, the caption gives the reason."""
+    """A figure and its caption. Without a figure, the caption says why there is none."""
 
     title: str
     caption: str

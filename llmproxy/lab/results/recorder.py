@@ -150,7 +150,9 @@ class RunRecorder:
     def scaled(
         self, trail: list[tuple[float, int, int]], cost_s: float, turn_s: float, begin_s: float, end_s: float
     ) -> None:
-        """Set the fleet's scaling: (second, wanted, serving) at each look, and replica-seconds of the whole run."""
+        """Sets the scaling of the fleet: (second, wanted, serving) at each reading of the signal, and replica-seconds
+        of the whole run.
+        """
         peak = max((wanted for _, wanted, _ in trail), default=0)
         turns = changes_of(trail, turn_s)
         mean = cost_s / max(1e-9, end_s - begin_s)
@@ -302,7 +304,7 @@ def _means(looks: Sequence[tuple[int, int]]) -> dict[str, Any]:
 
 
 def changes_of(trail: list[tuple[float, int, int]], within_s: float) -> int:
-    """Returns how often the wanted number changed its direction within `within_s`: flapping."""
+    """Returns how often the wanted number of replicas changed its direction within `within_s` (flapping)."""
     turns, last, last_s = 0, 0, -inf
     for (_, before, _), (at_s, after, _) in pairwise(trail):
         direction = (after > before) - (after < before)

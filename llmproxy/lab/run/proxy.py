@@ -245,7 +245,7 @@ class LabProxy:
             self.leasing.ended(request, _met(request, record))
 
     def _learn(self, record: Record, routing: Routing) -> None:
-        """Learn from a completed answer, as the gateway does."""
+        """Learns from a completed answer, as the gateway does."""
         request, lease = routing.request, routing.lease
         if record.outcome is Outcome.COMPLETED and lease is not None and lease.usage is not None:
             self.pools.estimator.learn(request.model, request.body_bytes, 1, lease.usage)

@@ -100,7 +100,7 @@ class VirtualNetwork:
         return True
 
     def identified(self, transport: asyncio.BaseTransport) -> None:
-        """All connections are trusted."""
+        """Does nothing: all connections are trusted."""
 
     def close(self) -> None:
         self._listening.pop(self.address, None)
@@ -113,7 +113,7 @@ class VirtualNetwork:
 
 
 class VirtualLock:
-    """The leader lock of all members. An answer takes `rtt_s`."""
+    """The leader lock of all members. A request to the lock takes `rtt_s`."""
 
     name = "virtual"
 
@@ -148,7 +148,7 @@ class VirtualLock:
             self._held = None
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing, because no connection is open."""
 
 
 @dataclass(slots=True)

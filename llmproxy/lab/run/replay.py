@@ -44,7 +44,7 @@ DETECTABLE = frozenset({FleetFaultKind.KILL, FleetFaultKind.RESTART, FleetFaultK
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """All inputs of one run. Two runs of equal setups give equal bytes.
+    """All inputs of one run. Two runs with equal inputs give equal bytes.
 
     `duration_s` is the length of the trace, and `adapters` are its LoRA names. With `objectives_named`, each request
     sends its objectives to the proxy.
@@ -179,7 +179,7 @@ class Run:
         return proxies
 
     def _watch_for(self, loop: asyncio.AbstractEventLoop, fault: Fault, replica: str) -> None:
-        """Check repeatedly until a proxy has detected the fault, or until the fault ends."""
+        """Checks repeatedly until a proxy has detected the fault, or until the fault ends."""
         passed_s = loop.time() - SETTLE_S - fault.at_s
         healths = [proxy.pools.backends[replica].health for proxy in self.proxies]
         if any(health.down or health.ejected for health in healths):
@@ -227,7 +227,7 @@ class Run:
         loop.call_later(self.scaled.ask_s, self._scale, loop)
 
     def looked(self, look: Look, wanted: int) -> None:
-        """Hook for subclasses, called after each look of the autoscaler."""
+        """Called after each reading of the autoscaler's signal, for subclasses."""
 
     def _look_at_service(self, loop: asyncio.AbstractEventLoop) -> None:
         """Record the service of each tenant so far and the backlogged tenants, repeatedly until the last answer."""
@@ -324,7 +324,9 @@ class Run:
             self._give_up(arrival.then, record)
 
     def _give_up(self, turn: Arrival | None, failed: Record) -> None:
-        """Count the unsent turns after a failed one as offered and missed. Otherwise failures would improve figures."""
+        """Counts the unsent requests of a closed loop after a failed one as offered and missed. Otherwise failures
+        would improve the figures.
+        """
         for one in turns_of(turn):
             self._add(Record(one, failed.ended_s, failed.band, Outcome.CANCELLED, failed.ended_s))
 

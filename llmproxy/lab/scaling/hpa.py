@@ -45,7 +45,7 @@ class Hpa:
         self.replicas = least
 
     def follow(self, value: float | None, target: float, now: float) -> int:
-        """Returns the number of replicas after a look at the metric. A missing metric (None) changes nothing."""
+        """Returns the number of replicas after a reading of the metric. A missing metric (None) changes nothing."""
         if value is None:
             return self.replicas
         tolerance = self._rules.tolerance

@@ -15,7 +15,7 @@ from llmproxy.lab.scaling.hpa import DEFAULTS, FOLLOWING, HpaRules
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The inputs of a signal at one moment. `waiting` counts requests in the proxies' queues.
+    """The inputs of an autoscaling signal at one moment. `waiting` counts requests in the proxies' queues.
 
     `late` is the p90 of time to first token divided by its objective in the last minute, None without requests.
     `prompt_tokens` and `output_tokens` are means of these requests. `uncached_tokens` is the prefill work of requests
@@ -80,7 +80,7 @@ def _coming(look: Look) -> float | None:
 
 
 def _late(look: Look) -> float | None:
-    """Returns more replicas above `LATE_UP` of the objective, and fewer below `LATE_DOWN` of it."""
+    """Returns a value that wants more replicas above `LATE_UP` of the objective, and fewer below `LATE_DOWN` of it."""
     if look.late is None:
         return None
     late = min(look.late, 2.0)

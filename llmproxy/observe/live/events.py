@@ -1,6 +1,6 @@
 """Recent log lines about the state of the proxy and its backends, for the live page.
 
-They are collected where lines are written, so that page and log agree. Lines of single requests are not included.
+They are collected where log lines are written, so that page and log agree. Lines of single requests are not included.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Events:
 
     @property
     def last(self) -> int:
-        """The serial of the newest event, 0 without any."""
+        """The serial number of the newest event; 0 without any."""
         return self._kept[-1].serial if self._kept else 0
 
     def note(self, level: str, name: str, fields: Mapping[str, object], at_s: float) -> None:

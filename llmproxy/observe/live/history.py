@@ -20,9 +20,10 @@ COLUMNS_MAX = 560
 
 
 class Stretch(Struct, frozen=True):
-    """Columns for one range of time. Each has `rows` values: one every `step_s`, the first at the second `from_s`.
+    """A range of time of several columns. Each column has `rows` values: one every `step_s`, the first at the second
+    `from_s`.
 
-    `values` holds the columns one after the other, as little-endian 32-bit floats.
+    `values` has the columns one after the other, as little-endian 32-bit floats.
     """
 
     names: tuple[str, ...]
@@ -44,8 +45,8 @@ class _Column:
 class History:
     """A row of values for each second of a monotonic clock.
 
-    Ten seconds become one value: the highest value in the columns `*/NAME` for each NAME in `worst`, else the mean.
-    Columns with a prefix in `fleeting` are the first to be dropped for new columns.
+    In the history of a day, ten seconds become one value: the highest value in the columns `*/NAME` for each NAME in
+    `worst`, the mean in all others. Columns with a prefix in `fleeting` are the first to be dropped for new columns.
     """
 
     def __init__(self, worst: Iterable[str] = (), fleeting: tuple[str, ...] = ()) -> None:
@@ -107,8 +108,9 @@ class History:
         return Stretch(names, first * step_s, step_s, rows, bytes(values))
 
     def _make_room(self, row: Mapping[str, float]) -> None:
-        """Add the columns of the row. If there are too many, drop idle columns: fleeting ones first, then the longest
-        idle."""
+        """Adds the columns of a new row. If there are too many, drops columns without recent values: fleeting columns
+        first, then the columns whose last value is oldest.
+        """
         new = [name for name in row if name not in self._columns]
         lacking = len(self._columns) + len(new) - COLUMNS_MAX
         if lacking > 0:

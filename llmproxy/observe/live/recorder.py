@@ -48,7 +48,7 @@ class Recorder:
         self._loop, self._thread = asyncio.get_running_loop(), get_ident()
 
     def heard(self, level: str, name: str, fields: Mapping[str, object]) -> None:
-        """Store a log line. May be called from any thread."""
+        """Stores a log line. May be called from any thread."""
         note = partial(self.events.note, level, name, dict(fields), self._loop.time())
         if get_ident() == self._thread:
             note()

@@ -33,11 +33,11 @@ EVENTS_MAX = 40
 
 
 class LiveSnapshot:
-    """Builds the document of the current second.
+    """Builds the JSON document of the current second.
 
-    `instance` names this process. `clock` is the event loop's clock, `wall` the time of day. `cluster` returns who
-    leads the cluster of this proxy, None for a proxy without a cluster. In the document, `nameless` counts requests
-    that wait for a model that no backend lists yet.
+    `instance` names this process. `clock` is the event loop's clock, `wall` the time of day. `cluster` returns the
+    leader and the members of the cluster, None for a proxy without a cluster. In the document, `nameless` counts
+    requests that wait for a model that no backend lists yet.
     """
 
     def __init__(

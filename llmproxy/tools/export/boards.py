@@ -37,7 +37,9 @@ def share(part: str, whole: str) -> str:
 
 
 def known_prefix(of: str) -> str:
-    """An expression for the prompt tokens that were both expected and cached, divided by the tokens of kind `of`."""
+    """Returns an expression for the prompt tokens that were both expected and cached, divided by the tokens of kind
+    `of`.
+    """
     both, one = (rate("prefix_tokens_total", f'{BACKEND},kind="{kind}"', "backend") for kind in ("both", of))
     return f"{both} / {one}"
 

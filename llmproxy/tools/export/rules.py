@@ -64,7 +64,9 @@ def _ended(function: str, window: str, outcomes: str, by: str = "job, band", ban
 
 
 def _errors(window: str) -> str:
-    """The error ratio of each band. Failures before the band is known have the band `none`, as a share of all."""
+    """Returns an expression for the error ratio of each band. Failures before the band is known have the band `none`,
+    as a share of all requests.
+    """
     named, none = 'band!="none"', 'band="none"'
     of_band = _ended("rate", window, _COUNTED, band=named)
     return (

@@ -44,7 +44,7 @@ async def top(target: Target, interval_s: float, *, once: bool, as_json: bool) -
 
 
 async def explain(target: Target, request: str, *, as_json: bool) -> None:
-    """Print the story of a request. Raises AskError."""
+    """Prints the history of a request. Raises AskError."""
     async with asking(target) as asker:
         found = await asker.get(REQUESTS, {"request": request})
     if as_json:

@@ -119,7 +119,9 @@ def picture(
 
 
 def _shares(wanted: Sequence[int], room: int | None) -> list[int]:
-    """Rows for each section, given in turn until every section has its wanted rows or `room` is used up."""
+    """Returns the rows for each section. The sections get rows one after the other until each has its wanted rows or
+    `room` lines are used.
+    """
     if room is None:
         return list(wanted)
     given = [0] * len(wanted)
@@ -253,7 +255,7 @@ def _replica(one: Backend) -> list[Text]:
 
 
 def _pace(one: Backend) -> Text:
-    """The pace of a replica; a slow replica has a mark beside the colour."""
+    """Returns the speed of a replica as text. A slow replica has a mark beside the colour."""
     if one.tokens_slower is None or one.state != "up":
         return Text("-")
     slow = one.tokens_slower >= SLOWER
@@ -300,7 +302,7 @@ def _event(one: Event, document: Document) -> list[Text]:
 
 
 def _choices(explained: Explained, view: View) -> Section:
-    """The newest choices of all pools, each with a line per candidate."""
+    """Returns the newest placement decisions of all pools, each with a line per candidate."""
     rows = []
     for one in sorted((one for pool in explained.pools for one in pool.choices), key=lambda one: one.age_s):
         if view.shows(one.request, one.model or "", one.chosen or ""):

@@ -1,4 +1,4 @@
-"""The story of one request as `llmproxy explain` prints it: its wait, its attempts, the prices of its candidates."""
+"""The history of one request as `llmproxy explain` prints it: its wait, its attempts, the prices of its candidates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from llmproxy.tools.top.picture import duration, priced
 
 
 def story(found: Mapping[str, Any]) -> RenderableType:
-    """The answer of `/debug/requests?request=`, drawn. Raises AskError if it does not fit, as from another version."""
+    """Draws the answer of `/debug/requests?request=`. Raises AskError if the answer does not fit, as from another
+    version.
+    """
     try:
         lines = [Text(f"request {printable(found['request'])}", "bold")]
         lines += [] if found["ended"] is None else [_asked(found["ended"])]

@@ -32,30 +32,29 @@ class FairShare(FairnessPolicy):
     scheduler. Without credit, it would wait whenever the estimates of the other flows were too high, and for every
     request that it still has in flight.
 
-    The level is a virtual time: it rises with the least counter of the backlogged flows, and never falls. When a flow
-    becomes backlogged, its counter is raised to at least the level minus the credit (`CREDIT_REQUESTS` mean charges),
-    so that a flow cannot save up more than this while idle. A flow in debt keeps its debt.
+    The virtual time V rises with the least counter of the backlogged flows, and never falls. When a flow becomes
+    backlogged, its counter is raised to at least V minus the credit (`CREDIT_REQUESTS` mean charges), so that a flow
+    cannot save up more than this while idle. A counter above V stays as it is.
 
     Bounds. K is the largest credit. U_f is the largest total charge per unit of weight of the requests that flow f has
     in flight at one time, where each request counts with the highest charge that it ever has. U = U_f + U_g. If always
     the first candidate is dispatched, then at any time:
 
     1. The counters of two backlogged flows differ by at most U + K. f is dispatched only if it has the least counter,
-       which is not above the level. The level never falls, and counter_f then grows only by charges in flight:
-       counter_f <= level + U_f.
-       When the level rises, counter_g >= level, and when g becomes backlogged, counter_g >= level - K. After either,
-       counter_g falls at most by the overestimates then in flight, because a later request refunds at most its own
-       charge: counter_g >= level - K - U_g.
+       which is not above V. V never falls, and counter_f then grows only by charges in flight: counter_f <= V + U_f.
+       When V rises, counter_g >= V, and when g becomes backlogged, counter_g >= V - K. After either, counter_g falls at
+       most by the overestimates then in flight, because a later request refunds at most its own charge: counter_g >= V
+       - K - U_g.
     2. The service per unit of weight that two flows receive in any interval in which both are backlogged differs by at
        most 2 (U + K): both inequalities also hold for counters minus charges not yet delivered, and an interval has two
        ends.
 
-    With tokens charged, U_f <= max(w_p L, w_q M) in the paper's terms, per unit of weight, for output weights
-    w_q >= w_p. L is the longest prompt. M is the most tokens that f has in flight at one time; an answer counts with
-    its estimated or its delivered tokens, whichever are more. The paper proves that no policy that neither idles nor
+    With tokens charged, U_f <= max(w_p L, w_q M) in the paper's terms, per unit of weight, for output weights w_q >=
+    w_p. L is the longest prompt. M is the most tokens that f has in flight at one time; an answer counts with its
+    estimated or its delivered tokens, whichever are more. The paper proves that no policy that neither idles nor
     preempts can guarantee a difference of service below w_q M, with the tokens of all flows in M.
 
-    Heads that fit on no backend weaken the bounds, because their flows are passed over.
+    If the first request of a flow fits on no backend, the flow is passed over, which weakens the bounds.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -66,7 +65,9 @@ class FairShare(FairnessPolicy):
 
     @property
     def credit(self) -> float:
-        """The credit of a flow that becomes backlogged: its counter is raised to at least the level minus this."""
+        """The credit of a flow that becomes backlogged: its counter is raised to at least the virtual time minus
+        this.
+        """
         return CREDIT_REQUESTS * self._charged / self._requests if self._charged > 0.0 else 0.0
 
     def backlogged(self, flow: str, head: Request) -> None:

@@ -12,7 +12,7 @@ from llmproxy.core.settings import Settings
 
 @policies.register("fcfs")
 class FcfsFairness(FairnessPolicy):
-    """The flow whose head arrived first."""
+    """Takes the flow whose first request arrived first."""
 
     def __init__(self, settings: Settings) -> None:
         self._flows = KeyedHeap()

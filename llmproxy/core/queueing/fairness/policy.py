@@ -14,7 +14,7 @@ class FairnessPolicy(ABC):
     """Orders the flows of one band. A policy sees flows, charges and ends of requests, never backends.
 
     A subclass must define `backlogged`, `emptied` and `candidates`. The other methods are optional events. The order
-    matters only when requests compete: while there is room, each request is granted in the pass of its arrival.
+    matters only when requests compete: while slots are free, each request is granted as soon as it arrives.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -22,7 +22,9 @@ class FairnessPolicy(ABC):
 
     @abstractmethod
     def backlogged(self, flow: str, head: Request) -> None:
-        """`flow` has waiting requests, and `head` is the first of them. Called again whenever the head changes."""
+        """`flow` has waiting requests, and `head` is the first of them. Called again whenever the first request
+        changes.
+        """
 
     @abstractmethod
     def emptied(self, flow: str) -> None:
@@ -55,14 +57,17 @@ class FairnessPolicy(ABC):
         """
 
     def balances(self) -> Mapping[str, float]:
-        """Returns flow -> charges above the common level, for `restore` in the process that replaces this one.
+        """Returns, for each flow, its charges above the common minimum, for `restore` in the process that replaces this
+        one.
 
         Empty for a policy without accounts.
         """
         return {}
 
     def restore(self, balances: Mapping[str, float]) -> None:
-        """Take over the balances of another process, after its waiting requests have been moved here."""
+        """Takes over the balances of another process, after the waiting requests of that process have been moved
+        here.
+        """
 
     def standing(self, flow: str) -> tuple[tuple[str, float], ...]:
         """Returns (name, value) pairs of the account of `flow`, for operators."""

@@ -39,7 +39,7 @@ class _Tally:
 
 @policies.register("slo")
 class SloAdherence(FairnessPolicy):
-    """The flow with the lowest adherence to its objective in the rolling window goes next.
+    """Takes the flow with the lowest adherence to its objective in the rolling window.
 
     Adherence is the share of the requests counted in the last `slo_window_s` that met their objective; 1 if none was
     counted. Repeatedly serving the lowest adherence is the greedy approach to max-min fairness of adherence. No
@@ -49,11 +49,11 @@ class SloAdherence(FairnessPolicy):
       byte. So a starved flow does not look like an idle one. A request that ends with `met` None is not counted, unless
       it was counted as missed before.
     * Weights multiply misses: flows are ordered by weight x (1 - adherence), the largest first.
-    * Ties, including flows without an objective: the flow whose head must have its first token soonest, heads without
-      that objective last; then the flow whose head arrived first.
-    * A flow whose head is past its `ttft_s` goes behind all flows whose head is not. Its miss is certain, and serving
-      it first would make others late too. To keep such heads from blocking the requests behind them, use the ordering
-      `least_slack` or deadlines.
+    * Ties, including flows without an objective: the flow whose first request must have its first token soonest,
+      requests without that objective last; then the flow whose first request arrived first.
+    * A flow whose first request is past its `ttft_s` goes behind all flows whose first request is not. Its miss is
+      certain, and serving it first would make others late too. To prevent that such a request blocks the requests
+      behind it, use the ordering `least_slack` or deadlines.
 
     An account is dropped when the last record of an idle flow has left the window. Every record enters and leaves once,
     and each time changes one sorted key, so a call costs O(log n) for n flows, amortised.
@@ -135,7 +135,9 @@ class SloAdherence(FairnessPolicy):
         return int(self._now // self._bucket_s)
 
     def _advance(self, now: float) -> None:
-        """Apply changes by time: expired records and missed first bytes. An older `now` changes nothing."""
+        """Applies changes that time alone causes: expired records and missed first bytes. An older `now` changes
+        nothing.
+        """
         if now <= self._now:
             return
         self._now = now

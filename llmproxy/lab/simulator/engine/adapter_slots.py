@@ -1,6 +1,6 @@
-"""The places of LoRA adapters in one engine: batch, GPU slots, host memory and disk. Pure.
+"""The LoRA adapters of one engine: in the batch, in GPU slots, in host memory and on disk.
 
-vLLM computes at most `max_loras` adapters in one batch. It has as many GPU slots and keeps `max_cpu_loras` in host
+vLLM computes at most `max_loras` adapters in one batch. It has as many GPU slots and `max_cpu_loras` adapters in host
 memory; both evict the least recently used adapter. Loading an adapter is a copy from host memory, or on first use a
 read from disk.
 """

@@ -254,7 +254,7 @@ class Engine:
     def stable_steps(self) -> int:
         """Returns the number of next steps that certainly only decode the current sequences.
 
-        Sequences may end with the last of these steps. 0: call `step` next.
+        Sequences may end with the last of these steps. If the number is 0, call `step` next.
         """
         nobody_waits = len(self._live) == len(self._running)
         planned = self._ahead is not None and (self._ahead.chunks or self._ahead.preempted or self._ahead.fetches)

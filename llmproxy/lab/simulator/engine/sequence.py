@@ -48,7 +48,7 @@ class LiveSequence:
 
     @property
     def length(self) -> int:
-        """Tokens to prefill: the prompt, and after a preemption also the output so far."""
+        """The tokens to prefill: the prompt, and after a preemption also the output so far."""
         return self.request.prompt_tokens + self.emitted
 
 

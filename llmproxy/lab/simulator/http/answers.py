@@ -31,7 +31,9 @@ KEEP_ALIVE = b": keep-alive\n\n"
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Facts from the acceptance of a request: its id without prefix, the Unix time, and whether usage has details."""
+    """Values that are fixed when a request is accepted: its id without prefix, the Unix time, and whether usage has
+    details.
+    """
 
     id: str
     created: int
@@ -48,7 +50,7 @@ class AnswerUsage:
     created_tokens: int = 0
 
     def body(self) -> Body:
-        """Returns the three numbers at the start of every usage object."""
+        """Returns the fields at the start of every usage object: prompt, completion and total tokens."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "total_tokens": self.prompt_tokens + self.output_tokens,

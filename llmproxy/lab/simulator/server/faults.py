@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class FaultKind(StrEnum):
-    """Kinds of faults. `hang` and `refuse` close the port and end with a restart only; the others can be cleared."""
+    """Kinds of faults. `hang` and `refuse` close the port, and only a restart ends them; the others can be cleared."""
 
     BUSY_503 = "busy_503"
     """Generation is refused with 503 and the words of a full queue."""
@@ -70,7 +70,7 @@ class FaultSwitch:
         word: str = "POISON",
         times: int | None = None,
     ) -> None:
-        """Switch a fault on. With `times`, it hits only so many generation requests, and is then switched off.
+        """Starts a fault. With `times`, the fault hits only so many generation requests, and then ends.
 
         Faults that hit all requests at once ignore `times`. Raises ValueError for an unknown kind, a factor that is not
         above 0, a share that is not within 0..1, or an empty word.
@@ -121,6 +121,6 @@ class FaultSwitch:
             self._dying = asyncio.get_running_loop().call_later(DYING_S, self.set, FaultKind.REFUSE)
 
     def close(self) -> None:
-        """The replica ends: nothing is switched any more."""
+        """Ends the switch with the replica: later changes of the fault are ignored."""
         if self._dying is not None:
             self._dying.cancel()

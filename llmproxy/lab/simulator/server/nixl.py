@@ -42,7 +42,9 @@ class KvLoadError(ApiError):
 
 @dataclass(slots=True, eq=False)
 class _Fetch:
-    """A sequence whose KV is at another replica. `params` is None if malformed. `began`: whether the transfer has."""
+    """A sequence whose KV blocks are at another replica. `params` is None if malformed. `began`: whether the transfer
+    has begun.
+    """
 
     job: GenerationJob
     params: TransferParams | None

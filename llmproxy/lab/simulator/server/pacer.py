@@ -18,7 +18,7 @@ _LAG_MAX_S = 0.05
 
 @dataclass(slots=True)
 class SequenceProgress:
-    """Progress of a sequence of a job. `wrong`: it was computed from KV of another prompt."""
+    """The progress of a sequence of a job. `wrong`: the sequence was computed from KV blocks of another prompt."""
 
     tokens: int = 0
     cached_tokens: int = 0
