@@ -19,8 +19,8 @@ from llmproxy.core.lease_events import Committed, LeaseEvent, Progress, Returned
 from llmproxy.core.placement.staged import as_stage
 from llmproxy.core.queueing.admission import refusal
 from llmproxy.remote import messages
-from llmproxy.remote.link import Link, Sender
-from llmproxy.remote.messages import Message, Sendable, relative_to
+from llmproxy.remote.link import Sender
+from llmproxy.remote.messages import Answer, Message, Sendable, relative_to
 from llmproxy.scheduling.dispatcher import shutting_down
 from llmproxy.scheduling.lease import Admitted, Lease
 
@@ -29,78 +29,6 @@ UNSENT_MAX = 10_000
 NO_LEADER_RETRY_S = 1.0
 
 CallAnswer = messages.NameResolved | messages.PageResponse
-
-
-class Calls:
-    """Makes calls that need no lease. All pending calls are refused once the connection is lost."""
-
-    def __init__(self, link: Link[messages.ToWorker] | Link[messages.ToMember]) -> None:
-        self._link = link
-        # Negative, which tells their refusals from those of admissions.
-        self._serial = count(-1, -1)
-        self._open: dict[int, asyncio.Future[CallAnswer]] = {}
-
-    async def answer(self, message: Callable[[int], Message]) -> CallAnswer:
-        """Send the message that `message` returns for a new call number, and wait for the answer. Raises Refused.
-
-        Cancellation is safe: it sends `CancelCall`.
-        """
-        call, answer = self._send(message)
-        try:
-            return await answer
-        except asyncio.CancelledError:
-            self._link.send(messages.CancelCall(call))
-            raise
-        finally:
-            del self._open[call]
-            # Avoids a reference cycle, as in `LeaseClient.wait`.
-            del answer
-
-    def _send(self, message: Callable[[int], Message]) -> tuple[int, asyncio.Future[CallAnswer]]:
-        if self._link.lost:
-            raise shutting_down()
-        call = next(self._serial)
-        answer = self._open[call] = asyncio.get_running_loop().create_future()
-        self._link.send(message(call))
-        return call, answer
-
-    @contextmanager
-    def lasting(self, message: Callable[[int], Message], refused: Callable[[], None]) -> Iterator[None]:
-        """Keep a call open during the block. `refused` is called if it is refused or the connection is lost."""
-        call, answer = self._send(message)
-
-        def ended(answer: asyncio.Future[CallAnswer]) -> None:
-            if not answer.cancelled() and answer.exception() is not None and call in self._open:
-                refused()
-
-        answer.add_done_callback(ended)
-        try:
-            yield
-        finally:
-            self._link.send(messages.CancelCall(call))
-            del self._open[call]
-            answer.cancel()
-
-    async def caught_up(self) -> None:
-        """Wait for all messages that the other side has sent so far. They arrive before the answer to this call."""
-        with suppress(Refused):
-            await self.answer(lambda call: messages.Resolve(call, None, 0.0, 0))
-
-    def answered(self, message: CallAnswer | messages.CallRefused) -> None:
-        """Resolve a pending call. Does nothing if the call was cancelled."""
-        answer = self._open.get(message.call)
-        if answer is None or answer.done():
-            return
-        if isinstance(message, messages.CallRefused):
-            answer.set_exception(_refused(message))
-        else:
-            answer.set_result(message)
-
-    def lost(self) -> None:
-        """Refuse all pending calls, because the connection is lost."""
-        for answer in self._open.values():
-            if not answer.done():
-                answer.set_exception(shutting_down())
 
 
 class _Waiting(Struct, eq=False):
@@ -126,7 +54,7 @@ class _Run(Struct, eq=False):
 
 
 class LeaseClient:
-    """The calls of `Leasing` that concern leases."""
+    """The calls of `Leasing` that concern leases, and other calls of the process that schedules."""
 
     def __init__(self, backends: Container[str]) -> None:
         """`backends` are the names of the backends that this process knows."""
@@ -134,6 +62,7 @@ class LeaseClient:
         self._serial = count(1)
         self._waiting: dict[int, _Waiting] = {}
         self._runs: dict[int, _Run] = {}
+        self._calls: dict[int, asyncio.Future[CallAnswer]] = {}
         self._unsent: deque[Sendable] = deque(maxlen=UNSENT_MAX)
         self.link: Sender | None = None
         """The attached link; see `attach`."""
@@ -212,6 +141,54 @@ class LeaseClient:
         else:
             self.link.send(message)
 
+    # --- other calls --------------------------------------------------------------------------------------------------
+
+    async def answer(self, message: Callable[[int], Message]) -> CallAnswer:
+        """Send the message that `message` returns for a new call number, and wait for the answer.
+
+        Raises Refused, also if the link is lost. Cancellation is safe: it sends `CancelCall`.
+        """
+        call, answer = self._open_call(message)
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self.report(messages.CancelCall(call))
+            raise
+        finally:
+            del self._calls[call]
+            # Avoids a reference cycle, as in `wait`.
+            del answer
+
+    def _open_call(self, message: Callable[[int], Message]) -> tuple[int, asyncio.Future[CallAnswer]]:
+        if self.link is None:
+            raise shutting_down()
+        call = next(self._serial)
+        answer = self._calls[call] = asyncio.get_running_loop().create_future()
+        self.link.send(message(call))
+        return call, answer
+
+    @contextmanager
+    def lasting(self, message: Callable[[int], Message], refused: Callable[[], None]) -> Iterator[None]:
+        """Keep a call open during the block. `refused` is called if it is refused or the link is lost."""
+        call, answer = self._open_call(message)
+
+        def ended(answer: asyncio.Future[CallAnswer]) -> None:
+            if not answer.cancelled() and answer.exception() is not None and call in self._calls:
+                refused()
+
+        answer.add_done_callback(ended)
+        try:
+            yield
+        finally:
+            self.report(messages.CancelCall(call))
+            del self._calls[call]
+            answer.cancel()
+
+    async def caught_up(self) -> None:
+        """Wait for all messages that the other side has sent so far. They arrive before the answer to this call."""
+        with suppress(Refused):
+            await self.answer(lambda call: messages.Resolve(call, None, 0.0, 0))
+
     # --- events of leases ---------------------------------------------------------------------------------------------
 
     def apply(self, event: LeaseEvent, now: float) -> None:
@@ -255,37 +232,50 @@ class LeaseClient:
         link.send(messages.Resumed())
 
     def detach(self, link: Sender | None = None) -> None:
-        """Forget a link that is lost or leads to no leader any more; None: the current link."""
+        """Forget a link that is lost or leads to no leader any more; None: the current link. Its calls are refused."""
         if link is None or self.link is link:
             self.link = None
+            for answer in self._calls.values():
+                if not answer.done():
+                    answer.set_exception(shutting_down())
 
-    def handle(self, message: messages.LeaseGranted | messages.CallRefused | messages.LeaseCut) -> None:
-        """Handle a message from the attached link."""
-        if isinstance(message, messages.LeaseCut):
-            # In the next turn of the loop, after the task has received its lease.
-            asyncio.get_running_loop().call_soon(self._cut, message)
-            return
+    def handle(self, message: Answer) -> None:
+        """Handle a message from the attached link. Does nothing if its call or lease has ended."""
+        match message:
+            case messages.LeaseGranted():
+                self._granted(message)
+            case messages.LeaseCut():
+                # In the next turn of the loop, after the task has received its lease.
+                asyncio.get_running_loop().call_soon(self._cut, message)
+            case messages.CallRefused(call, outcome, text, retry_after_s):
+                asked = self._waiting.get(call)
+                refused = self._calls.get(call) if asked is None else asked.granted
+                if refused is not None and not refused.done():
+                    refused.set_exception(Refused(outcome, text, retry_after_s))
+            case messages.NameResolved(call) | messages.PageResponse(call):
+                if (answer := self._calls.get(call)) is not None and not answer.done():
+                    answer.set_result(message)
+
+    def _granted(self, message: messages.LeaseGranted) -> None:
         asked = self._waiting.get(message.call)
         if asked is None or asked.granted.done():
             return
-        if isinstance(message, messages.CallRefused):
-            asked.granted.set_exception(_refused(message))
-        elif message.placed.backend not in self._backends:
+        if message.placed.backend not in self._backends:
             # Processes find backends at different times.
             self.report(messages.CancelCall(message.call))
             self._ask_again(asked, message.placed.backend)
-        else:
-            link, at_s = self.link, message.at_s
-            if link is not None and not link.local:
-                at_s += _now()
-                link.send(messages.LeaseAcknowledged(message.call))
-            # Each loop reads the clock once a turn, so the grant may seem earlier than the request.
-            grant = Grant(
-                message.call, as_stage(asked.request, message.stage), message.placed, max(asked.since_s, at_s),
-                message.queued_ahead, message.why, message.left_s,
-            )  # fmt: skip
-            run = self._runs[message.call] = _Run(Lease(grant, self.apply))
-            asked.granted.set_result(run.lease)
+            return
+        link, at_s = self.link, message.at_s
+        if link is not None and not link.local:
+            at_s += _now()
+            link.send(messages.LeaseAcknowledged(message.call))
+        # Each loop reads the clock once a turn, so the grant may seem earlier than the request.
+        grant = Grant(
+            message.call, as_stage(asked.request, message.stage), message.placed, max(asked.since_s, at_s),
+            message.queued_ahead, message.why, message.left_s,
+        )  # fmt: skip
+        run = self._runs[message.call] = _Run(Lease(grant, self.apply))
+        asked.granted.set_result(run.lease)
 
     def _ask_again(self, asked: _Waiting, without: str) -> None:
         """Ask again with another call number, because the leader may still have a lease with the old number."""
@@ -327,10 +317,6 @@ class LeaseClient:
             if not asked.granted.done():
                 self.report(messages.CancelCall(call))
                 asked.granted.set_exception(shutting_down())
-
-
-def _refused(message: messages.CallRefused) -> Refused:
-    return Refused(message.outcome, message.message, message.retry_after_s)
 
 
 def _running(call: int, run: _Run, request: Request, now: float) -> messages.RunningLease:

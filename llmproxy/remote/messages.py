@@ -39,6 +39,10 @@ class Message(msgspec.Struct, frozen=True, array_like=True):
     """A message. The field `call` is the number of a call of the client, `lease` the call number of an `Admit`."""
 
 
+class Answer(Message, frozen=True):
+    """A message about a call or a lease of the client."""
+
+
 Sendable = Message | LeaseEvent
 """A message, or an event of a lease."""
 
@@ -209,7 +213,7 @@ class ShutdownState(Message, frozen=True, tag=21):
     granting: bool = True
 
 
-class LeaseGranted(Message, frozen=True, tag=22):
+class LeaseGranted(Answer, frozen=True, tag=22):
     """The `Grant` of one stage of a request; the answer to `Admit`."""
 
     call: int
@@ -221,7 +225,7 @@ class LeaseGranted(Message, frozen=True, tag=22):
     left_s: float
 
 
-class CallRefused(Message, frozen=True, tag=23):
+class CallRefused(Answer, frozen=True, tag=23):
     """The exception `Refused`; the answer to any call."""
 
     call: int
@@ -230,14 +234,14 @@ class CallRefused(Message, frozen=True, tag=23):
     retry_after_s: float | None
 
 
-class NameResolved(Message, frozen=True, tag=24):
+class NameResolved(Answer, frozen=True, tag=24):
     """The answer to `Resolve`."""
 
     call: int
     target: Target
 
 
-class PageResponse(Message, frozen=True, tag=25):
+class PageResponse(Answer, frozen=True, tag=25):
     """The answer to `PageRequest`."""
 
     call: int
@@ -247,7 +251,7 @@ class PageResponse(Message, frozen=True, tag=25):
     body: bytes
 
 
-class LeaseCut(Message, frozen=True, tag=26):
+class LeaseCut(Answer, frozen=True, tag=26):
     """The worker must end the attempt of a lease (`Lease.cut`)."""
 
     lease: int

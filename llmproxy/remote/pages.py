@@ -23,7 +23,7 @@ from llmproxy.gateway.http.routes import Dialect
 from llmproxy.gateway.proxying.rules import Rulebook
 from llmproxy.gateway.request.body import read_body
 from llmproxy.gateway.router import Router
-from llmproxy.remote.client import Calls
+from llmproxy.remote.client import LeaseClient
 from llmproxy.remote.messages import PageRequest, PageResponse
 
 CUT_AFTER_S = 0.1
@@ -93,8 +93,8 @@ async def answer_page(front: Router, page: PageRequest) -> PageResponse:
 class RemotePages:
     """The `Pages` of a process that forwards requests to the scheduler or leader, which also checks keys."""
 
-    def __init__(self, calls: Calls, rulebook: Rulebook) -> None:
-        self._calls = calls
+    def __init__(self, client: LeaseClient, rulebook: Rulebook) -> None:
+        self._client = client
         self._rulebook = rulebook
 
     async def show(self, path: str, request: web.BaseRequest) -> web.Response:
@@ -122,7 +122,7 @@ class RemotePages:
     async def _ask(self, request: web.BaseRequest, body: bytes | None, raw_path: str | None = None) -> PageResponse:
         raw = _raw(request, body, raw_path or request.raw_path)
         try:
-            response = await self._calls.answer(
+            response = await self._client.answer(
                 lambda call: PageRequest(call, raw, request.remote or "", request.get(PASSED_ON, 0) + 1)
             )
         except Refused as refused:

@@ -100,7 +100,7 @@ def build_member(
         TcpNetwork(chosen),
         inf if chosen.standalone_after_s is None else chosen.standalone_after_s,
     )
-    gateway.stored.catch_up = cluster.default.caught_up
+    gateway.stored.catch_up = leasing.by_shard[DEFAULT].caught_up
     return cluster
 
 

@@ -15,7 +15,6 @@ from llmproxy.core.shards import DEFAULT
 from llmproxy.lifecycle.background import spawned, supervised
 from llmproxy.observe.metrics import ShardState
 from llmproxy.remote import messages
-from llmproxy.remote.client import Calls
 from llmproxy.remote.cluster.compatibility import FROM_MEMBER
 from llmproxy.remote.cluster.election import EPOCH_MAX, SEEK_S, LockStore
 from llmproxy.remote.cluster.hand_over import MemberCallbacks
@@ -189,11 +188,6 @@ class Cluster:
     def is_refusing(self) -> bool:
         """Whether this member refuses all requests, because every shard has been without a leader for too long."""
         return all(shard.is_refusing for shard in self.shards.values())
-
-    @property
-    def calls(self) -> Calls | None:
-        """Makes calls to the leader of the default shard. None if this member leads the shard, or without a leader."""
-        return self.default.calls
 
     def state(self) -> tuple[ShardState, ...]:
         """The state of each shard, for the metrics."""

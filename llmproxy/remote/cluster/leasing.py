@@ -17,7 +17,7 @@ from llmproxy.core.lease_events import LeaseEvent, Started
 from llmproxy.core.shards import DEFAULT
 from llmproxy.observe.exit import RequestExit
 from llmproxy.remote import messages
-from llmproxy.remote.client import NO_LEADER_RETRY_S, Calls, LeaseClient
+from llmproxy.remote.client import NO_LEADER_RETRY_S, LeaseClient
 from llmproxy.remote.cluster.compatibility import TO_MEMBER
 from llmproxy.remote.cluster.election import Leadership
 from llmproxy.remote.cluster.network import Network
@@ -81,8 +81,6 @@ class LeaderClient(LeaseClient):
         super().__init__(backends)
         self._local = local
         self._prefixes = _Prefixes(local.pools.backends)
-        self.calls: Callable[[], Calls | None] = lambda: None
-        """Makes calls to the leader that need no lease. None unless a leader in another process is connected."""
 
     @property
     def has_leader(self) -> bool:
@@ -93,6 +91,11 @@ class LeaderClient(LeaseClient):
     def is_leader(self) -> bool:
         """Whether the leader is in this process."""
         return self.link is not None and self.link.local
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the leader is in another process."""
+        return self.link is not None and not self.link.local
 
     def follow(self, leader: Sender) -> None:
         """Use this leader from now on, and report all waiting requests, running leases and known prefixes to it."""
@@ -125,13 +128,17 @@ class LeaderClient(LeaseClient):
         finally:
             asking.cancel()
 
+    async def caught_up(self) -> None:
+        """See `LeaseClient.caught_up`. Returns at once if the leader is in this process."""
+        if self.is_remote:
+            await super().caught_up()
+
     async def _ask_leader(self, message: Callable[[int], Message]) -> None:
         """Make a call to a leader in another process. Waits for such a leader; repeats the call if it changes."""
         while True:
-            calls = self.calls()
-            if calls is not None:
+            if self.is_remote:
                 try:
-                    await calls.answer(message)
+                    await self.answer(message)
                 except Refused as refused:
                     if refused.outcome is not Outcome.DRAINING:
                         return
@@ -153,8 +160,8 @@ class LeaderClient(LeaseClient):
 
     def exited(self, ended: RequestExit) -> None:
         """Report the exit of a request for the page of a leader in another process."""
-        if self.link is not None and not self.link.local:
-            self.link.send(messages.ExitReport(ended.later(-_now())))
+        if self.is_remote:
+            self.report(messages.ExitReport(ended.later(-_now())))
 
     def drain(self, *, finish_waiting: bool = False) -> None:
         """See `Dispatcher.drain`, for the requests of this member."""
@@ -174,7 +181,6 @@ class LeaderConnection:
         self.link: Link[ToMember] = Link(
             TO_MEMBER, lambda message: handle(self, message), lambda: lost(self, self._end_reason()), local=False
         )
-        self.calls = Calls(self.link)
         self.refusal: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         """None once the leader has welcomed this member, else the reason why not."""
 

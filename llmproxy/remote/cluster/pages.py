@@ -74,11 +74,11 @@ class MemberPages:
         if not shard.has_leader and not shard.limit_divisor and DRAINING.fullmatch(path):
             self._own.check(path, request, on_admin_port)
             return refusal(503, UNLED, {"Retry-After": "5"})
-        if shard.calls is not None:
+        if shard.leader_client.is_remote:
             self._own.check(path, request, on_admin_port)
             if request.get(PASSED_ON, 0) >= PASSED_ON_MAX:
                 return refusal(503, DIFFER, {"Retry-After": "5"})
-            return await RemotePages(shard.calls, self._rulebook).show(path, request)
+            return await RemotePages(shard.leader_client, self._rulebook).show(path, request)
         response = await self._own.administer(path, request, on_admin_port)
         if path in MERGED and response.status == 200 and shard is self._cluster.default and POOL not in request.query:
             return await self._merged(MERGED[path], response, request)
@@ -101,14 +101,14 @@ class MemberPages:
         listed: list[dict[str, Any]] = orjson.loads(response.body)[page.entries]
         elsewhere = [shard for shard in self._cluster.shards.values() if not shard.is_leader]
         if page.seen_by_all:
-            elsewhere = [shard for shard in elsewhere if shard.calls is not None]
+            elsewhere = [shard for shard in elsewhere if shard.leader_client.is_remote]
         if not elsewhere:
             return response
         merged = [one for one in listed if page.shard_of(self._cluster, one) not in elsewhere]
         for shard in elsewhere:
-            if shard.calls is None:
+            if not shard.leader_client.is_remote:
                 return _unknown(shard)
-            found = await RemotePages(shard.calls, self._rulebook).get(page.path_for(shard), request)
+            found = await RemotePages(shard.leader_client, self._rulebook).get(page.path_for(shard), request)
             if found.status == 404:
                 # This pool has never had a backend.
                 continue

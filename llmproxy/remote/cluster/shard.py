@@ -12,7 +12,6 @@ from msgspec.structs import replace
 from llmproxy.lifecycle.background import spawned, supervised
 from llmproxy.observe.metrics import ShardState
 from llmproxy.remote import messages
-from llmproxy.remote.client import Calls
 from llmproxy.remote.cluster.election import SEEK_S, Election, Leadership, LockStore
 from llmproxy.remote.cluster.hand_over import HandOver, MemberCallbacks
 from llmproxy.remote.cluster.leasing import LeaderClient, LeaderConnection
@@ -107,7 +106,6 @@ class Shard:
         self._services: Services | None = None
         self._election: Election | None = None
         self._hand_over = HandOver(dispatcher.pools, callbacks, name)
-        leader_client.calls = lambda: self.calls
         dispatcher.decide_until(-inf, name)
 
     @property
@@ -382,7 +380,6 @@ class Shard:
         self.send_hello()
 
     def _disconnect(self, connection: LeaderConnection) -> None:
-        connection.calls.lost()
         self.leader_client.detach(connection.link)
         if self._connection is connection:
             self._connection, self._leader_lost_s = None, self._loop.time()
@@ -396,20 +393,10 @@ class Shard:
             assert self._election is not None
             self._election.check_soon()
 
-    @property
-    def calls(self) -> Calls | None:
-        """Makes calls to the leader that need no lease. None unless a leader in another process is connected."""
-        return None if self._connection is None else self._connection.calls
-
-    async def caught_up(self) -> None:
-        """Wait for all messages that the leader has sent so far. They arrive before the answer to this call."""
-        if self._connection is not None:
-            await self._connection.calls.caught_up()
-
     def _handle_as_member(self, message: Message) -> None:
         """Handle a message of the leader, local or remote."""
         match message:
-            case messages.LeaseGranted() | messages.CallRefused() | messages.LeaseCut():
+            case messages.Answer():
                 self.leader_client.handle(message)
             case messages.ResponseStored():
                 self._callbacks.record_owner(message)
@@ -430,10 +417,6 @@ class Shard:
             case NotLeader(why):
                 self.lost(connection, why)
                 connection.link.abort()
-            case messages.PageResponse() | messages.NameResolved():
-                connection.calls.answered(message)
-            case messages.CallRefused(call) if call < 0:
-                connection.calls.answered(message)
             case _ if connection is self._connection:
                 self._handle_as_member(message)
             case _:

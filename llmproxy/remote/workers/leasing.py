@@ -11,7 +11,7 @@ from llmproxy.core.estimates.tokens import Estimator
 from llmproxy.observe import logs
 from llmproxy.observe.exit import RequestExit
 from llmproxy.remote import messages
-from llmproxy.remote.client import Calls, LeaseClient
+from llmproxy.remote.client import LeaseClient
 from llmproxy.remote.link import Link
 from llmproxy.scheduling.dispatcher import shutting_down
 
@@ -19,11 +19,10 @@ from llmproxy.scheduling.dispatcher import shutting_down
 class WorkerLeasing(LeaseClient):
     """A `Leasing` that calls the scheduler process. It resolves known names itself."""
 
-    def __init__(self, link: Link[messages.ToWorker], calls: Calls, backends: Container[str]) -> None:
+    def __init__(self, link: Link[messages.ToWorker], backends: Container[str]) -> None:
         """See `LeaseClient`."""
         super().__init__(backends)
         self.link = link
-        self._calls = calls
         self._targets: Mapping[str, Target] = {}
         self._unnamed: Target | None = None
 
@@ -34,7 +33,7 @@ class WorkerLeasing(LeaseClient):
         known = self._unnamed if name is None else self._targets.get(name)
         if known is not None:
             return known
-        resolved = await self._calls.answer(
+        resolved = await self.answer(
             lambda call: messages.Resolve(call, name, no_backend_wait_s, body_bytes, key, beside)
         )
         assert isinstance(resolved, messages.NameResolved)
@@ -44,7 +43,7 @@ class WorkerLeasing(LeaseClient):
         """See `Dispatcher.direct`."""
         if self.draining:
             raise shutting_down()
-        return self._calls.lasting(lambda call: messages.DirectRequest(call, backend), cut)
+        return self.lasting(lambda call: messages.DirectRequest(call, backend), cut)
 
     def set_names(self, known: messages.KnownBackends) -> None:
         """Replace the names that this worker resolves."""
@@ -53,7 +52,7 @@ class WorkerLeasing(LeaseClient):
     def lost(self) -> None:
         """Refuse all calls and new requests, because the scheduler is gone."""
         self.drain()
-        self._calls.lost()
+        self.detach()
 
 
 class RemoteEstimator(Estimator):

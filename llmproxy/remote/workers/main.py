@@ -30,7 +30,6 @@ from llmproxy.lifecycle.background import background_task, spawned
 from llmproxy.lifecycle.descriptors import clients_of_process, connections_max
 from llmproxy.observe import logs
 from llmproxy.remote import messages
-from llmproxy.remote.client import Calls
 from llmproxy.remote.link import TO_WORKER, Link
 from llmproxy.remote.pages import RemotePages
 from llmproxy.remote.workers.leasing import RemoteEstimator, RemoteExits, WorkerLeasing
@@ -91,31 +90,26 @@ class _Worker:
         self, name: str, config: Config, link: Link[messages.ToWorker], upstream: Upstream, endpoints: Endpoints
     ) -> None:
         self._link = link
-        self._calls = Calls(link)
         self._endpoints = endpoints
         self._backends: dict[str, BackendConfig] = {}
-        self._leasing = WorkerLeasing(link, self._calls, self._backends)
+        self._leasing = WorkerLeasing(link, self._backends)
         self._estimator = RemoteEstimator(link)
         gateway = self._gateway = Gateway.build(
             config, self._backends, upstream, self._leasing, self._estimator, RemoteExits(link),
             ids=f"{name}-",
         )  # fmt: skip
         gateway.stored.on_made = self._leasing.response_stored
-        gateway.stored.catch_up = self._calls.caught_up
+        gateway.stored.catch_up = self._leasing.caught_up
         self.handler = gateway.handler
-        pages = RemotePages(self._calls, gateway.rulebook)
+        pages = RemotePages(self._leasing, gateway.rulebook)
         self.router = gateway.router(pages, ClientLimits(clients_of_process(config)))
         self.listener: Listener | None = None
         self._waiting_idle: asyncio.Task[None] | None = None
 
     def handle(self, message: messages.ToWorker) -> None:
         match message:
-            case messages.LeaseGranted() | messages.LeaseCut():
+            case messages.Answer():
                 self._leasing.handle(message)
-            case messages.CallRefused(call) if call > 0:
-                self._leasing.handle(message)
-            case messages.CallRefused() | messages.NameResolved() | messages.PageResponse():
-                self._calls.answered(message)
             case messages.LearnedEstimates(models):
                 for model, estimate in models.items():
                     self._estimator.take(model, estimate)

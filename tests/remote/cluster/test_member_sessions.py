@@ -316,7 +316,7 @@ async def test_silence_ends_a_connection_on_both_sides() -> None:
         leader, one = found.leader, found.followers[0]
         found.cut(leader, one)
         await asyncio.sleep(SILENCE_S - 0.5)
-        assert one.shard.calls is not None
+        assert one.leader_client.is_remote
         await asyncio.sleep(1.6)
         assert not one.leader_client.has_leader
         assert not leader.sessions[one.name].connected
@@ -711,15 +711,14 @@ async def test_a_configuration_that_was_read_again_is_known_to_the_leader() -> N
 async def test_a_page_that_is_too_long_is_refused_and_breaks_nothing() -> None:
     async with world(2) as found:
         one = found.followers[0]
-        calls, link = one.shard.calls, one.link
-        assert calls is not None
+        leader, link = one.leader_client, one.link
         long_ago = b"x" * (PAGE_BYTES_MAX + 1)
-        answer = await calls.answer(lambda call: messages.PageRequest(call, long_ago, ""))
+        answer = await leader.answer(lambda call: messages.PageRequest(call, long_ago, ""))
         assert isinstance(answer, messages.PageResponse)
         assert answer.status == 502
         assert one.link is link
         answers = await asyncio.gather(
-            *(calls.answer(lambda call: messages.PageRequest(call, long_ago[:-1], "")) for _ in range(3))
+            *(leader.answer(lambda call: messages.PageRequest(call, long_ago[:-1], "")) for _ in range(3))
         )
         assert {one.status for one in answers if isinstance(one, messages.PageResponse)} == {200}
         assert one.link is link

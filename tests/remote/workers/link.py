@@ -13,7 +13,6 @@ from llmproxy.core.lease_events import LeaseEvent, Returned
 from llmproxy.gateway.proxying.rules import Rulebook, Rules
 from llmproxy.observe.exit import RequestExit
 from llmproxy.remote import messages
-from llmproxy.remote.client import CallAnswer, Calls
 from llmproxy.remote.link import TO_WORKER, Link
 from llmproxy.remote.server import LeaseServer, Services
 from llmproxy.remote.workers.leasing import RemoteEstimator, RemoteExits, WorkerLeasing
@@ -108,8 +107,7 @@ class WorkerLink:
         self.events = events or RecordedEvents()
         self.session = WorkerSession(self.events.services(dispatcher, settle), self.events.sinks(dispatcher))
         self.link: Link[messages.ToWorker] = Link(TO_WORKER, self._hear, self._lost, local=True)
-        self.calls = Calls(self.link)
-        self.remote = WorkerLeasing(self.link, self.calls, dispatcher.pools.backends)
+        self.remote = WorkerLeasing(self.link, dispatcher.pools.backends)
         self.estimator = RemoteEstimator(self.link)
         self.metrics = RemoteExits(self.link)
         self.up, self.down = Pipe(self.session.link), Pipe(self.link)
@@ -124,9 +122,7 @@ class WorkerLink:
         return self.clients[-1]
 
     def _hear(self, message: messages.ToWorker) -> None:
-        if isinstance(message, CallAnswer) or (isinstance(message, messages.CallRefused) and message.call < 0):
-            self.calls.answered(message)
-        elif isinstance(message, messages.LeaseGranted | messages.CallRefused | messages.LeaseCut):
+        if isinstance(message, messages.Answer):
             self.remote.handle(message)
         elif isinstance(message, messages.ShutdownState):
             self.remote.draining, self.remote.granting = message.draining, message.granting
@@ -143,7 +139,7 @@ class WorkerLink:
         server = self.session.server
         assert (server.open_requests, server.leases, server.waiting) == (0, 0, 0)
         assert (self.remote.waiting, self.remote.running) == (0, 0)
-        assert not self.calls._open
+        assert not self.remote._calls
 
 
 ENOUGH = 20

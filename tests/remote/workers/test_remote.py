@@ -332,7 +332,7 @@ async def test_a_direct_request_ends_with_its_worker_or_scheduler(one: Dispatche
 @virtual
 async def test_a_page_is_answered_by_the_scheduler() -> None:
     line = WorkerLink(dispatcher(a=1))
-    shown = await line.calls.answer(lambda call: PageRequest(call, b"GET / HTTP/1.1\r\n\r\n", "10.0.0.1"))
+    shown = await line.remote.answer(lambda call: PageRequest(call, b"GET / HTTP/1.1\r\n\r\n", "10.0.0.1"))
     assert shown == PageResponse(shown.call, 200, "OK", (("x-remote", "10.0.0.1"),), b"GET / HTTP/1.1\r\n\r\n")
 
 
@@ -396,7 +396,7 @@ async def test_leases_work_over_a_socket_pair() -> None:
     down: Link[Any] = Link(FROM_WORKER, line.session.server.handle, line.session._lost, local=True)
     line.session.link = down
     line.session.server.attach(down)
-    line.remote.link = line.calls._link = up
+    line.remote.link = up
     await loop.create_unix_connection(lambda: up, sock=ours)
     await loop.create_unix_connection(lambda: down, sock=theirs)
     clients = [line.client(prefix=tuple(range(5_000))) for _ in range(20)]
