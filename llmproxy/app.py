@@ -102,7 +102,6 @@ class Proxy:
 
     @property
     def config(self) -> Config:
-        """The current configuration."""
         return self.gateway.rulebook.current.config
 
     @property
@@ -111,7 +110,6 @@ class Proxy:
 
     @property
     def url(self) -> str:
-        """The URL for clients."""
         return self.front.url
 
     @property

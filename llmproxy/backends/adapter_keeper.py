@@ -90,7 +90,6 @@ class AdapterKeeper(BackendObserver):
         self._adapters.forget(backend)
 
     async def close(self) -> None:
-        """Cancel all orders that are under way."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

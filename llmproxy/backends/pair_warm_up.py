@@ -85,7 +85,6 @@ class PairWarmUp(BackendObserver):
         self._met = {pair for pair in self._met if backend not in pair}
 
     async def close(self) -> None:
-        """Cancel a running warm-up."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

@@ -29,7 +29,6 @@ def _end_with_standard_input() -> None:
 
 
 def run() -> None:
-    """Run `llmproxy` with the arguments of this process."""
     _end_with_standard_input()
     main()
 

@@ -30,7 +30,6 @@ class PanelHelp(TyperCommand):
     """Panels of the short help, in order. Empty: all panels."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - the library's signature
-        """Print the help, in colours if the terminal has them."""
         _print_help(self, ctx, () if ctx.meta.get(HELP_ALL) else self.common_panels)
 
 
@@ -38,7 +37,6 @@ class PanelHelpGroup(TyperGroup):
     """A group of commands with the same kind of help."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - the library's signature
-        """Print the help, and the purpose of each command."""
         console = _print_help(self, ctx, ())
         named = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         _print_panel(

@@ -39,7 +39,6 @@ class Key:
 
     @property
     def is_section(self) -> bool:
-        """Whether the value is a section, not a list of sections."""
         return self.section is not None and self.section is self.field.annotation
 
 

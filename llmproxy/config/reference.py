@@ -43,7 +43,6 @@ def sample() -> Config:
 
 
 def example_file() -> str:
-    """The text of `config.example.yaml`."""
     lines = list(_lines(sample(), "", secrets=True))
     start = lines.index("tenants:")
     end = next(i for i in range(start + 1, len(lines)) if not lines[i].startswith(" "))

@@ -89,5 +89,4 @@ class Registry(Generic[Factory]):
             raise ValueError(f"unknown {self._kind} {name!r}; known: {', '.join(self.names())}") from None
 
     def names(self) -> tuple[str, ...]:
-        """Returns the names in the order of registration."""
         return tuple(self._factories)

@@ -24,7 +24,6 @@ class Shards:
         return (DEFAULT, *sorted(self.separate))
 
     def for_pool(self, pool: str | None) -> str:
-        """Returns the shard of a pool; for None, the default shard."""
         return pool if pool is not None and pool in self.separate else DEFAULT
 
 

@@ -62,7 +62,6 @@ def divided(fleet: SimulatedFleet, prefill: int) -> SimulatedFleet:
 
 
 def prefilling(fleet: SimulatedFleet) -> int:
-    """Returns the number of prefill replicas of a fleet."""
     return sum(spec.role is Role.PREFILL for spec in fleet.replicas)
 
 

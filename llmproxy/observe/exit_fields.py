@@ -70,7 +70,7 @@ def _tokens(direction: str) -> tuple[Feed, ...]:
 
 
 def _comparisons(time: str, predicted: str, observed: str = "True") -> tuple[Feed, ...]:
-    """Feeds that compare a time with its prediction. `observed` is a further condition."""
+    """Returns feeds that compare a time with its prediction. `observed` is a further condition."""
     when = f"{predicted} is not None and value > 0.0 and {observed}"
     return (
         Feed("prediction_seconds_total", (time, "predicted"), f"{predicted}.expected_s", when),
@@ -181,10 +181,10 @@ def _read(field: Field) -> str:
 
 
 def _compiled(begin: str, step: Callable[[int, Field], str]) -> Callable[[RequestExit], Any]:
-    """Compile a function that adds the fields of the log line to `begin`, one statement per field.
+    """Compiles a function that adds the fields of the log line to `begin`, with one statement per field.
 
-    A loop over the table would take 1.5 times as long for every request. `step` returns the statement for a field by
-    its number. The statement reads `value` and changes `made`.
+    A loop over the table would take 1.5 times as long for every request. `step` returns the statement for the field
+    with a number. The statement reads `value` and changes `made`.
     """
     scope: dict[str, Any] = {}
     lines = [*_BEGIN, f"    made = {begin}"]

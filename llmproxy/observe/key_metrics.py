@@ -21,7 +21,6 @@ class KeyMetrics(Collector):
         registry.register(self)
 
     def record(self, ended: RequestExit) -> None:
-        """Count one request that had a key."""
         if ended.key is not None:
             self._requests[ended.tenant, ended.key] += 1
 

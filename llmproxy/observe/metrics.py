@@ -323,11 +323,9 @@ class Metrics:
         ProcessCollector(registry=registry)
 
     def attempted(self, backend: str, verdict: Verdict) -> None:
-        """Count one attempt that has ended."""
         self._counts["attempts_total"][backend, verdict.value] += 1
 
     def poll_failed(self, backend: str, trouble: Trouble) -> None:
-        """Count one poll that failed."""
         self._counts["poll_failures_total"][backend, trouble.value] += 1
 
     def adapter_changed(self, backend: str, action: str, ok: bool) -> None:
@@ -358,7 +356,6 @@ class Metrics:
                 del series[labels]
 
     def worker_lost(self) -> None:
-        """Count one relay worker that died."""
         self._counts["workers_lost_total"][()] += 1
 
     def decisions_lost(self, lines: int) -> None:

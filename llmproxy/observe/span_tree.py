@@ -128,7 +128,7 @@ class _Spans:
         events: list[tuple[str, float]] | None = None,
         links: list[Link] | None = None,
     ) -> ReadableSpan:
-        """Make a span, with a new id if `span_id` is None. Attributes that are None are left out."""
+        """Makes a span, with a new id if `span_id` is None. Attributes that are None are left out."""
         kept = {key: value for key, value in attributes.items() if value is not None}
         if error is not None:
             kept["error.type"] = error
@@ -165,7 +165,7 @@ def _attempt_name(ended: RequestExit) -> str:
 
 
 def _queue_attributes(ended: RequestExit, attempt: AttemptRecord) -> dict[str, Any]:
-    """The attributes of a wait. For a wait without a grant, `attempt` is an empty record."""
+    """Returns the attributes of a wait. For a wait without a grant, `attempt` is an empty record."""
     attributes: dict[str, Any] = {
         "llmproxy.band": ended.band,
         "llmproxy.flow": ended.flow,

@@ -66,7 +66,9 @@ def started(scheme: str, on_lost: Callable[[int], None]) -> SpanExport:
 
 
 class _Reasons(logging.Handler):
-    """Keeps the last message of the library, which logs each failed attempt. Our log has one line per outage."""
+    """Stores the last message of the export library, which logs each failed attempt. The proxy's log has one line per
+    outage.
+    """
 
     def __init__(self) -> None:
         super().__init__()

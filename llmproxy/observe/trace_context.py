@@ -50,15 +50,15 @@ class TraceContext(Struct, frozen=True):
 
     @property
     def replaced(self) -> frozenset[str]:
-        """The client headers that backends do not get."""
+        """The client's header fields that backends do not get."""
         return TRACE_FIELDS if self.parent_id else BEGUN_FIELDS
 
 
 class Sampler:
     """Decides the trace of a request, and whether it is sampled.
 
-    With `by_parent`, the client's span decides, and `ratio` applies only to traces that begin here. Otherwise `ratio`
-    applies to all traces. Two processes agree about a trace, because its id decides.
+    With `by_parent`, the sampling flag of the client's span decides, and `ratio` applies only to traces that begin
+    here. Otherwise `ratio` applies to all traces. The trace id decides, so two processes agree about a trace.
     """
 
     def __init__(self, by_parent: bool, ratio: float) -> None:
@@ -77,7 +77,7 @@ class Sampler:
         return cls(by_parent, _ratio(environ.get("OTEL_TRACES_SAMPLER_ARG", "")) if ratio is None else ratio)
 
     def begin(self, traceparents: Sequence[str], believed: bool) -> TraceContext:
-        """The context of one request, which continues the client's trace only if the client is `believed`.
+        """Returns the context of one request. It continues the client's trace only if the client is `believed`.
 
         An invalid `traceparent`, or more than one, counts as none.
         """

@@ -1,7 +1,7 @@
-"""Rate limits shared by proxies. For each limit, the store keeps the time at which its allowance is full again.
+"""Rate limits shared by proxies. For each limit, the store has the time at which the limit is unused again.
 
-A rate of N per minute refills by 1 every 60/N s. Amounts are therefore counted in seconds on the store's clock. Taking
-an amount of 5 s makes the rate full 5 s later. The stored time is equivalent to a token bucket of one minute, and its
+A rate of N per minute refills by 1 every 60/N s. Amounts are therefore counted in seconds on the store's clock: taking
+an amount of 5 s moves the stored time by 5 s. The stored time is equivalent to a token bucket of one minute, and its
 key expires by itself.
 """
 

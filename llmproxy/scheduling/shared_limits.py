@@ -1,7 +1,7 @@
 """Usage limits that several proxies share: the used rates are in a store that all of these proxies use.
 
-A request is charged in the store before it enters the waiting room. A single call to the store is in flight at a time
-and charges all requests that wait for it, so a busy proxy charges many requests per call. Corrections go with the next
+A request is charged in the store before it enters the waiting room. Only one call to the store is in flight at a time,
+and it charges all requests that wait, so a busy proxy charges many requests per call. Corrections go with the next
 call, or follow shortly.
 """
 
@@ -297,7 +297,7 @@ class SharedLimits:
             ask.answered.set_result(True)
 
     def _failed(self, why: str, asks: list[_Ask], owed: Mapping[bytes, float]) -> None:
-        """The store is away, and may have applied the lost call. So refunds are dropped, and charges are repeated."""
+        """Handles a failed call. The store may have applied it, so refunds are dropped, and charges are repeated."""
         if self.away in (None, NOT_ASKED):
             _log.warning("limits_store_unreachable", why=why, on_failure="closed" if self._alone is None else "share")
         self.away = why

@@ -63,7 +63,6 @@ class HttpUpstream:
         await self.close()
 
     async def close(self) -> None:
-        """Close all connections, also those in use."""
         if self._sweep is not None:
             self._sweep.cancel()
         for connection in list(self._connections):

@@ -70,5 +70,4 @@ class Endpoints:
             _log.info("backend_ca_reloaded", backend=backend.name, ca=str(backend.tls.ca))
 
     async def close(self) -> None:
-        """Stop all DNS look-ups."""
         await self.resolver.close()

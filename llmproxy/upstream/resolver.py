@@ -100,7 +100,6 @@ class Resolver:
         return await asyncio.shield(self._ask(host))
 
     async def close(self) -> None:
-        """Stop all look-ups."""
         tasks = [*self._looking.values(), *(name.following for name in self._names.values() if name.following)]
         self.follow(())
         for task in tasks:

@@ -55,21 +55,19 @@ GAP_S = 2.5
 
 
 class OutlierDetection:
-    """Follows the requests and scrapes of one pool. The class reports outliers, and changes no backend itself.
+    """Finds slow and hung backends from the requests and scrapes of one pool. The class changes no backend itself.
 
     **Hung**: see `HangDetection`.
 
     **Slow**: a backend takes `slow_factor` times its usual time, relative to the median slowdown of the other backends,
     for SLOW_S seconds in total. Its time is the time of its fastest stream, the time of its engine by the counter of
-    tokens, or the time of a non-streamed answer if the engine counts no tokens. If a pool slows down as a whole, no
-    backend is an outlier. A backend that was always slow is a different machine, which the placement takes into
-    account. Time that uncached prefills may explain does not count, and a span that is slow only with that time proves
-    nothing. (Huang et al., "Gray Failure: The Achilles' Heel of Cloud-Scale Systems", HotOS 2017.)
+    tokens, or the time of a non-streamed answer if the engine counts no tokens. A backend that was always slow is no
+    outlier, and neither is a backend of a pool that slows down as a whole. Time that uncached prefills may explain does
+    not count. (Huang et al., "Gray Failure: The Achilles' Heel of Cloud-Scale Systems", HotOS 2017.)
 
     Two times are predicted for the pool: from the grant to the first byte, given the prompt tokens to compute before
     it, and per token of a stream. They are learned from normal observations only, because a backend that becomes slow
-    must not define the normal speed. `PoolRates` learns from all observations and exists for one placement only, and
-    `FirstToken` includes waits and cached prefixes, so neither is used here.
+    must not define the normal speed. So neither `PoolRates` nor `FirstToken` can be used here.
     """
 
     def __init__(self, settings: HealthSettings, peers: Peers) -> None:

@@ -79,7 +79,6 @@ class Estimator:
 
     @property
     def models(self) -> Mapping[str, Estimate]:
-        """Maps each model to its estimate."""
         return self._models
 
     def _learned(self, model: str) -> Estimate:

@@ -101,7 +101,6 @@ class KeyedHeap:
         self.current.pop(name, None)
 
     def least(self) -> tuple[float, ...] | None:
-        """Returns the least key, None if the heap is empty."""
         entry = self._heap.least()
         return None if entry is None else entry[0]
 

@@ -114,5 +114,4 @@ class UsageLimits:
         self.rates.ended(request, now)
 
     def in_flight(self) -> dict[str, int]:
-        """Returns limit -> requests in flight."""
         return {name: use.in_flight for name, use in self._uses.items()}

@@ -100,7 +100,6 @@ class StepCurve:
 
     @property
     def line(self) -> StepLine | None:
-        """The learned line, None before the first answer."""
         if self._line is None and self.seen:
             self._line = self._fitted()
         return self._line

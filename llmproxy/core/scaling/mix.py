@@ -184,7 +184,6 @@ class Mix:
         count.prompt_tokens += prompt_tokens
 
     def learn(self, usage: Usage, sequences: int) -> None:
-        """Learn from the usage of an answer."""
         key = size_class(usage.prompt_tokens)
         size = self.sizes.get(key)
         if size is None:
@@ -265,5 +264,4 @@ class Mix:
 
 
 def total_requests(sizes: Iterable[Count]) -> float:
-    """Returns the number of requests of all size classes."""
     return sum(count.requests for count in sizes)

@@ -126,7 +126,6 @@ class AdminPages:
         raise nothing_at(path)
 
     def has_key(self, request: web.BaseRequest) -> bool:
-        """Whether the client has the admin key."""
         return self._digest is not None and compare_digest(presented_digest(request.headers), self._digest)
 
     def adapters(self) -> web.Response:

@@ -1,18 +1,17 @@
 """Identifies a prompt by a chain of block hashes over its canonical bytes. Prompts with the same start share hashes.
 
 The *canonical bytes* contain the text that an engine would tokenise, in the order of a chat template: tools and system,
-then one message after the other. A message consists of its mark, its text, its other relevant members, its role and its
-name. No byte depends on later content, so the chain of a conversation begins with the chain of every earlier turn,
-answers included. Text is unescaped, so the spelling and whitespace of the JSON do not matter. A list with one text part
-equals the text. Images and sounds count by a hash of their bytes. The bytes leave out content that vLLM drops before it
-applies the template: the attribution header of Claude Code (the first line of a system text, different in each run),
-members of tools and messages that only the API uses, and empty members and parts. Equal bytes do not prove equal
-tokens, because a template may look ahead. They need not: the chain is a prediction, and the engine decides.
+then one message after the other, each with its text, its other relevant members, its role and its name. No byte depends
+on later content, so the chain of a conversation begins with the chain of every earlier request, answers included. Text
+is unescaped, so the spelling and whitespace of the JSON do not matter. A list with one text part equals the text.
+Images and sounds count by a hash of their bytes. Content that vLLM drops before it applies the template is left out,
+such as the attribution header of Claude Code (the first line of a system text, different in each run). Equal bytes do
+not prove equal tokens, because a template may look ahead. The chain is only a prediction.
 
 The *chain* is computed as in prefix-caching routers, over bytes instead of tokens: hash 0 = H(`cache_salt`), hash n =
 H(hash n-1, block n), with XXH64 and the previous hash as its seed, over full blocks only. The chain is the same in
 every process. A body is read before its model name is resolved, so model and adapter are mixed into the finished
-hashes. The chain protects nothing: a crafted collision only spoils predictions for the same model, adapter and salt.
+hashes. A crafted collision only spoils predictions for the same model, adapter and salt.
 
 This module reads parsed bodies; `prefix_hash_large` reads large bodies in slices, with the same result.
 """
@@ -129,7 +128,6 @@ class SystemText:
             self.end()
 
     def end(self) -> None:
-        """Finish the text."""
         begin, self._begin = self._begin, None
         if begin is not None and not self._headed:
             self._sink(begin)
@@ -140,9 +138,10 @@ class _DenseError(Exception):
 
 
 def prompt_chain(fields: Mapping[str, Any], kind: BodyKind) -> Chain:
-    """The chain of a body that orjson parsed. It is empty for an endpoint without a prompt. Bad values are no error.
+    """Returns the chain of a body that orjson parsed; empty for an endpoint without a prompt. Invalid values are no
+    error.
 
-    It ends early after PIECES_MAX pieces.
+    The chain ends early after PIECES_MAX pieces.
     """
     out: list[bytes] = []
     try:
@@ -160,11 +159,12 @@ def prompt_chain(fields: Mapping[str, Any], kind: BodyKind) -> Chain:
 
 
 def answer_bytes(answer: Any, kind: BodyKind) -> bytes:
-    """The canonical bytes of an answer. The chain of the next turn begins with the prompt's chain, extended by them.
+    """Returns the canonical bytes of an answer. The chain of the next request of a conversation begins with the
+    prompt's chain, extended by these bytes.
 
     `answer` is the part that the client will send back: the message of a chat choice, the `content` list of an
-    Anthropic message, the `output` list of a response, or the text of a completion. Empty if the chain of the next turn
-    would end early.
+    Anthropic message, the `output` list of a response, or the text of a completion. Empty if the chain of the next
+    request would end early.
     """
     out: list[bytes] = []
     try:
@@ -208,7 +208,7 @@ def _tool(tool: Any) -> Any:
 
 
 def _prompt(out: list[bytes], value: Any) -> None:
-    """A prompt of a completion: text, token ids, or the first prompt of a list."""
+    """Adds a prompt of a completion: text, token ids, or the first prompt of a list."""
     first = value[0] if isinstance(value, list) and value else value
     if type(first) is int:
         first = value
@@ -253,7 +253,7 @@ def _content(out: list[bytes], value: Any, depth: int, system: bool = False) -> 
 
 
 def _item(out: list[bytes], item: dict[str, Any], depth: int, system: bool) -> None:
-    """A message, a part of its content, or a tool call."""
+    """Adds a message, a part of its content, or a tool call."""
     last = dict.fromkeys(LAST, b"")
     for name, value in item.items():
         if len(out) > PIECES_MAX:

@@ -1,14 +1,13 @@
 """The endpoint picker of llm-d and the Gateway API Inference Extension (EPP, v0.10), as it is deployed.
 
-It has two default configurations: `epp_blend` is the weighted sum of scores of EPP's default code, behind its
-saturation gate; `epp_sticky` is the "sticky until saturated" of its newer guides, without the gate. Filters, scorers,
-weights and thresholds are as documented there. The parameter `gate` switches the gate of either on or off. Differences:
+`epp_blend` is EPP's default code: a weighted sum of scores, behind a saturation gate. `epp_sticky` is the "sticky until
+saturated" of EPP's newer guides, without the gate. The parameter `gate` switches the gate of either on or off. Filters,
+scorers, weights and thresholds are as documented. Differences:
 
 * Requests wait in this project's queue (strict bands, first come, first served), without EPP's check for expired
   requests once a second.
 * Prompts are divided into the blocks of the trace, because a trace has no text.
-* Neither default has the scorer for adapters. Each adapter has separate blocks, as EPP's hash chain begins with the
-  name of the model.
+* Neither default has the scorer for adapters. Each adapter has separate blocks, as in EPP.
 * Two known defects of its index are fixed, as in later versions: heads evicted before their tails, and a capacity of
   16-token blocks counted in 64-token blocks.
 """

@@ -78,7 +78,6 @@ class BlockIndex:
         return added
 
     def size(self, backend: str) -> int:
-        """Returns the number of blocks of `backend`."""
         return len(self._lists.get(backend, ()))
 
     def oldest(self, backend: str) -> float | None:

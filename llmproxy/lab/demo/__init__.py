@@ -129,7 +129,6 @@ async def _demo(port: int, count: int, display: Display) -> None:
 
 
 def _config(port: int, replicas: Sequence[DemoReplica]) -> dict[str, Any]:
-    """Returns the configuration of the proxy."""
     return {
         "host": HOST,
         "port": port,

@@ -40,8 +40,6 @@ def reserved_port(port: int) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class DemoReplica:
-    """A simulated replica of the demo."""
-
     name: str
     port: int
     adapters: tuple[str, ...]
@@ -52,8 +50,6 @@ class DemoReplica:
 
 
 class _Process:
-    """A started process and its last output lines."""
-
     def __init__(self, name: str, handle: asyncio.subprocess.Process, on_line: Callable[[str], None]) -> None:
         self.name = name
         self.on_line = on_line
@@ -115,7 +111,6 @@ class Processes:
             self._first_to_die.set_result(process)
 
     async def kill(self, name: str) -> None:
-        """Kill a process, as a crash would."""
         process = self._running[name]
         process.wanted = False
         process.handle.kill()

@@ -137,7 +137,6 @@ def room_tokens(kv_tokens: int, block_size: int) -> int:
 
 
 def _context_tokens(kv_tokens: int, block_size: int) -> int:
-    """Returns the default context length of a server."""
     return min(MAX_MODEL_LEN, room_tokens(kv_tokens, block_size))
 
 

@@ -50,7 +50,6 @@ class ScaledFleet:
         return self.autoscale.ask_s if self.asked else min(ZERO_ASK_S, self.autoscale.ask_s)
 
     def begin(self) -> None:
-        """Start the first replicas at once."""
         for name in list(self._servers)[: self.autoscale.min]:
             self._serving.append(name)
             self._servers[name].start()

@@ -120,7 +120,6 @@ class SimulatedServer:
     # --- life ---------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start with cold caches."""
         self.alive = True
         self._leaving_for_s = None
 
@@ -200,7 +199,6 @@ class SimulatedServer:
         return min(self.spec.max_model_len, self.engine.kv_room_tokens)
 
     def holds(self, request: EngineRequest) -> bool:
-        """Whether the request fits the context of this server."""
         return request.prompt_tokens + request.output_tokens <= self.context_tokens
 
     def answered_tokens(self, job: ServerJob) -> int:
@@ -268,7 +266,6 @@ class SimulatedServer:
         return self._earlier + self.engine.counters
 
     def load(self) -> tuple[int, int]:
-        """Returns (running, waiting) at this moment."""
         gauges = self.engine.gauges()
         return gauges.running, gauges.waiting
 

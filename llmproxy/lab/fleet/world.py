@@ -55,7 +55,6 @@ class World:
     _last_sequence: tuple[str, EngineRequest] | None = None
 
     def enter(self, arrival: Arrival) -> str:
-        """Add a live request. Returns its id."""
         request_id = str(next(self.serial))
         self.prompts[request_id] = self.blocks.known(arrival)
         self.arrivals[request_id] = arrival

@@ -30,12 +30,13 @@ BLOCKS_MAX = 1 << 21
 
 
 def vtc_bound_tokens(longest_prompt_tokens: int, fleet: SimulatedFleet) -> float:
-    """Returns 2 max(w_p L, w_q M): under VTC, the weighted service of two backlogged tenants differs by at most this.
+    """Returns the bound of the paper for VTC: the largest difference of weighted service between two backlogged
+    tenants.
 
-    From "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024), with its weights 1 per prompt token and
-    2 per output token. L is the longest prompt. M, the tokens of a batch in the paper, is here the size of all KV
-    caches: no more tokens run at a time. Requests that wait inside engines are not included, so a proxy that dispatches
-    early can exceed the bound, and a proxy that dispatches little stays far below it.
+    The bound is 2 max(w_p L, w_q M) in "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024), with the
+    weights 1 per prompt token and 2 per output token. L is the longest prompt. M, the tokens of a batch in the paper,
+    is here the size of all KV caches, because no more tokens run at a time. Requests that wait inside engines are not
+    included, so a proxy that dispatches early can exceed the bound.
     """
     unfinished_tokens = sum(spec.kv_tokens for spec in fleet.replicas)
     return 2 * max(PROMPT_WEIGHT * longest_prompt_tokens, OUTPUT_WEIGHT * unfinished_tokens)
@@ -44,9 +45,8 @@ def vtc_bound_tokens(longest_prompt_tokens: int, fleet: SimulatedFleet) -> float
 def static_lora(requests_by_adapter: Mapping[str, int], slots: int) -> float | None:
     """Returns the share of requests for the `slots` most popular adapters; None without requests.
 
-    Each of these adapters stays in one slot of one replica, whatever the load. No static placement has more hits, and
-    no other placement either while popularity is constant and requests are independent. A placement that follows
-    changes of popularity can have more.
+    If each of these adapters stays in one slot of one replica, this is the hit ratio. No static placement has more
+    hits. A placement that follows changes of popularity can have more.
     """
     total = sum(requests_by_adapter.values())
     return ratio(sum(sorted(requests_by_adapter.values(), reverse=True)[:slots]), total)
@@ -122,12 +122,12 @@ def _cache_bounds(sums: _TraceSums) -> dict[str, Bound]:
     """Returns the cached shares of prompt tokens if prompts are served one after the other; None without tokens.
 
     A prompt hits up to its first missing block. The least recently used block is evicted first, and the tail of a
-    prompt before its head. A partial block counts as a whole one, and all of a prompt may be a hit.
+    prompt before its head.
 
-    `hit_pooled_lru` has one cache as large as all caches together, as for a perfect placement. It ignores the KV cache
-    of answers and the time to compute a prompt, so it is mostly too high. A policy that orders its queue by prefix, or
-    that keeps one-shot prompts apart, can still beat it. `hit_endless` has an unlimited cache: a strict bound for all
-    policies, unless the trace has more than `BLOCKS_MAX` distinct blocks.
+    `hit_pooled_lru` has one cache as large as all caches together. It is usually too high, because it ignores the KV
+    cache of answers and the time to compute a prompt, but a policy that orders its queue by prefix can beat it.
+    `hit_endless` has an unlimited cache: a strict bound for all policies, unless the trace has more than `BLOCKS_MAX`
+    distinct blocks.
     """
     excess = "" if sums.endless_exact else f"; too low, since only {BLOCKS_MAX:,} distinct blocks are remembered"
     return {
@@ -166,10 +166,10 @@ def _fairness_bounds(sums: _TraceSums, fleet: SimulatedFleet) -> dict[str, Bound
 
 
 def in_order(arrivals: Iterator[Arrival]) -> Iterator[tuple[float, Arrival]]:
-    """Yields all arrivals, with later turns of closed loops, and the earliest time of each.
+    """Yields all arrivals, with later requests of closed loops, and the earliest possible time of each.
 
-    A later turn comes `think_s` after the earlier turn, as if answers took no time. Arrivals at the same time
-    alternate between the loops, so loops without a pause advance side by side.
+    A later request of a loop comes `think_s` after the earlier one, as if answers took no time. Arrivals at the same
+    time alternate between the loops.
     """
     serial = count()
     coming: list[tuple[float, int, Arrival]] = []

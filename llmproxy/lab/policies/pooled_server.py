@@ -19,7 +19,7 @@ from llmproxy.lab.traces.arrival import Arrival
 class Served:
     """A request and its cached prompt tokens: `hit_tokens` in a pooled cache, `known_tokens` in an unlimited cache.
 
-    It arrives at `at_s`. `counted` is False during the warm-up.
+    The request arrives at `at_s`. `counted` is False during the warm-up.
     """
 
     arrival: Arrival
@@ -35,13 +35,12 @@ class Served:
 
 
 class EngineWork(NamedTuple):
-    """The work of requests, as sums. The formula of step times is linear in each sum.
+    """The work of requests, as sums. The formula of step times is linear in each sum. A price list has the same fields:
+    the price of one unit of each sum.
 
-    A price list has the same fields: the price of one unit of each sum.
-
-    `prefill_squares` is end² - first² of the prompt positions to compute. `context_tokens` is the sum of the contexts
-    of all decoded tokens. `private_tokens` is the part of it that no earlier request shares, so each request of a batch
-    needs its own KV cache for it.
+    `prefill_squares` is the sum of end² - first² of the prompt positions to compute. `context_tokens` is the sum of the
+    contexts of all decoded tokens. `private_tokens` is the part of `context_tokens` that no earlier request shares, so
+    that each request of a batch needs KV cache for it.
     """
 
     requests: float = 0.0
@@ -70,8 +69,8 @@ class EngineWork(NamedTuple):
 
 
 def work_of(served: Served) -> EngineWork:
-    """Returns the work of prompt and answer. The last prompt step yields the first output token, so the answer has one
-    decode step less than tokens.
+    """Returns the work of prompt and answer. The last prompt step yields the first output token, so the answer needs
+    one decode step less than it has tokens.
     """
     first, end, decodes = served.first, served.arrival.prompt_tokens, served.arrival.output_tokens - 1
     grown = decodes * (decodes + 1) / 2
@@ -80,16 +79,14 @@ def work_of(served: Served) -> EngineWork:
 
 
 def price_lists(spec: ReplicaSpec, prefill_scale: float) -> list[EngineWork]:
-    """Returns price lists, in seconds on one replica. The cost by each list is a lower bound of the time for any work.
+    """Returns price lists, in seconds on one replica. The cost of any work by each list is a lower bound of its time.
 
-    A step costs a constant, an amount per token, and attention. However the work is divided into steps, `step_tokens`
-    gives a least number of steps; `max_num_seqs` and the KV cache, which holds the contexts of a batch, give a least
-    number of decode steps. A step takes the larger of two times (weight reads, compute), so all steps take at least the
-    larger of both sums. There is one list for each choice among these limits, in the same order for all replicas. The
-    most expensive list is the tightest bound.
+    A step costs a constant, an amount per token, and attention. `step_tokens` gives a least number of steps for any
+    work, and `max_num_seqs` and the KV cache give a least number of decode steps. A step takes the larger of two times
+    (weight reads, compute), so all steps take at least the larger of both sums. There is one list for each combination
+    of these limits, in the same order for all replicas. The most expensive list is the tightest bound.
 
-    Noise, faults, preemption, adapters and the KV cache of prompts before their decode are left out. All of them make a
-    real replica slower.
+    Noise, faults, preemption and adapters are left out. They make a real replica slower.
     """
     profile = scaled_profile(spec, prefill_scale)
     budget = EngineWork(prefill_tokens=1 / spec.step_tokens, decode_tokens=1 / spec.step_tokens)
@@ -112,11 +109,10 @@ def least_s(spec: ReplicaSpec, prefill_scale: float, work: EngineWork) -> float:
 
 
 def balance_rps(fleet: SimulatedFleet, prefill_scale: float, mix: EngineWork) -> float:
-    """Returns the requests of `mix` per second in the steady state: the sum of 1 / (c_p + c_d(B)) over the replicas.
+    """Returns the requests of `mix` per second in the steady state: the sum over the replicas of 1 / (c_p + c_d).
 
-    c_p is the time of the prompts in full steps, c_d(B) the time of the answers in the largest batch that fits. It
-    agrees with published knees but is no bound: mixed steps save the constant of a step, and KV cache of prompts or
-    shared prefixes makes batches smaller.
+    c_p is the time of a prompt in full steps, c_d the time of an answer in the largest batch that fits. The result
+    agrees with published measurements but is no bound.
     """
     return sum(
         mix.requests / (least_s(spec, prefill_scale, mix.prompt) + least_s(spec, prefill_scale, mix.answer))
@@ -166,8 +162,8 @@ class PooledServer:
 
 
 class CentralQueue:
-    """First come, first served, by the first server that is free: the recursion of Kiefer and Wolfowitz (1955), or of
-    Lindley (1952) for a single server.
+    """Waits in a queue for several servers, first come, first served: the recursion of Kiefer and Wolfowitz (1955), or
+    of Lindley (1952) for a single server.
     """
 
     def __init__(self, servers: int) -> None:
@@ -182,7 +178,8 @@ class CentralQueue:
 
 @dataclass(frozen=True, slots=True)
 class QueueBounds:
-    """The best that the pooled server can do. None without requests; times and load are None without arrival times.
+    """The best that the pooled server can do. All fields are None without requests; times and load are None without
+    arrival times.
 
     `requests_per_s` is the highest rate of such requests, and `service_s` its inverse. `utilisation` is the work of the
     trace divided by the capacity of the fleet in that time. Times to first token are accurate within 0.5 %.
@@ -202,16 +199,15 @@ def queue_bounds(requests: Iterable[Served], server: PooledServer, timed: bool, 
 
     `timed` is False for a closed loop, whose arrival times depend on the answers.
 
-    *Rate*: no policy that finds at most `hit_tokens` cached sustains more of these requests per second. An upper bound.
+    *Rate*: no policy that finds at most `hit_tokens` cached can serve more of these requests per second.
 
-    *Pooled*: one server, as fast as all replicas together, serves whole requests first come, first served. The prefill
-    on an idle replica is added to the wait, since two replicas never compute one request. It is no strict bound. It is
-    too high with few requests in the fleet (a free replica begins at once) and with long answers (replicas begin a
-    prompt before earlier answers are complete), and too low otherwise. A policy that does not serve in order may trade
-    one quantile for another.
+    *Pooled*: an estimate, no strict bound. One server, as fast as all replicas together, serves whole requests first
+    come, first served. The prefill time on an idle replica is added to the wait, because two replicas never compute one
+    request together.
 
-    *Floor*: a central queue, one server for each replica, and prompts only, each as cheap as in a full step on the
-    fastest replica. A lower bound for each policy that serves in order and finds at most `hit_tokens` cached.
+    *Floor*: a central queue with one server for each replica, and prompts only, each as cheap as in a full step on the
+    fastest replica. No policy that serves in order and finds at most `hit_tokens` cached has shorter times to first
+    token.
     """
     pooled, floor = Sketch(), Sketch()
     fleet_queue, prompt_queue = CentralQueue(1), CentralQueue(server.replicas)

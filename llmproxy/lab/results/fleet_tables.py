@@ -119,13 +119,11 @@ def _grouped(runs: Sequence[tuple[str, int, RunResult]]) -> list[tuple[str, list
 
 
 def sizes_of(runs: Sequence[tuple[str, RunResult]]) -> list[Sizes]:
-    """Returns the tables of runs, each with the plain name of its policy."""
     groups = _grouped([(policy, len(run.by_backend), run) for policy, run in runs])
     return [Sizes(name, [_size(*row) for row in rows]) for name, rows in groups]
 
 
 def splits_of(runs: Sequence[tuple[str, int, RunResult]]) -> list[Splits]:
-    """Returns the tables of runs, each with the plain name of its policy and its prefill replicas."""
     return [Splits(name, [_split(*row) for row in rows]) for name, rows in _grouped(runs)]
 
 
@@ -202,7 +200,6 @@ def _latencies(row: Size | Split) -> tuple[str, str]:
 def _print(
     console: Console, name: str, titles: Sequence[str], rows: Iterable[tuple[Sequence[str], bool]], advice: str
 ) -> None:
-    """Print a table, with its bold rows, and the advice below it."""
     table = Table(title=name, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
     for title in titles:
         table.add_column(title, justify="right", no_wrap=True)

@@ -331,7 +331,6 @@ def _shares(data: _Data) -> Plot:
 
 
 def _panels(names: list[str], height_in: float) -> tuple[Figure, list[Axes]]:
-    """Returns a figure with a small titled panel for each name. All panels share their axes."""
     rows = math.ceil(len(names) / PANELS_ACROSS)
     columns = math.ceil(len(names) / rows)
     figure = new_figure(0.5 + height_in * rows + (0.6 if rows == 1 else 0.0))

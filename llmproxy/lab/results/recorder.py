@@ -51,7 +51,6 @@ _NAMES = {level: name for name, level in reversed(list(BAND_NAMES.items()))}
 
 
 def band_name(band: int) -> str:
-    """Returns the configured name of a band, or its number."""
     return _NAMES.get(band, str(band))
 
 
@@ -105,7 +104,6 @@ class RunRecorder:
         self._looks = 0
 
     def add(self, record: Record) -> None:
-        """Add an ended request. Raises KeyError for an unknown backend."""
         if record.arrived_s < self._warmup_s:
             return
         band = band_name(record.band)
@@ -167,7 +165,6 @@ class RunRecorder:
         self._outputs.append(named)
 
     def audited(self, audit: Audit) -> None:
-        """Add the audit of one proxy's queue over the whole run."""
         self._inversions += audit.inversions
         self._unfinished_tokens_most += audit.unfinished_tokens_most
         if audit.counter_difference is not None:

@@ -135,7 +135,6 @@ def _text(tag: str, text: str) -> str:
 
 
 def _table(heads: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
-    """Returns a table. The cells are HTML."""
     body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
     head = f"<thead><tr>{''.join(heads)}</tr></thead>"
     return f"<div class=wide><table class=bounds>{head}<tbody>{body}</tbody></table></div>"

@@ -409,7 +409,6 @@ def _row(policy: str, runs: list[RunResult]) -> Row:
 
 
 def mean_of(figures: Iterable[float | None]) -> float | None:
-    """Returns the mean of the figures that are not None; None without such figures."""
     known = [figure for figure in figures if figure is not None]
     return fmean(known) if known else None
 

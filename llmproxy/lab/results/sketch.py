@@ -55,7 +55,6 @@ class Sketch:
 
     @property
     def mean(self) -> float | None:
-        """The exact mean; None without values."""
         return self._sum / self.count if self.count else None
 
     def quantile(self, q: float) -> float | None:

@@ -59,7 +59,6 @@ class Finished:
 def points(
     policies: Sequence[str], seeds: Sequence[int], rate_scales: Sequence[float], prefill_scales: Sequence[float]
 ) -> list[Point]:
-    """Returns every combination in the order of the results."""
     return [Point(p, s, r, f) for r, f, p, s in product(rate_scales, prefill_scales, policies, seeds)]
 
 

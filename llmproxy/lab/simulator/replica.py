@@ -86,7 +86,6 @@ class Replica:
         self._reserved.close()
 
     async def idle(self) -> None:
-        """Wait until no generation request is in flight."""
         await self._service.idle.wait()
 
     async def restart(self) -> None:

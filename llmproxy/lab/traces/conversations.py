@@ -1,4 +1,4 @@
-"""Generators of conversations: each prompt has all earlier turns."""
+"""Generators of conversations, in which each prompt contains all earlier prompts and answers."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ def agent_loops(
 ) -> Iterator[Arrival]:
     """Code generation of inference-perf's catalogue: agents in closed loops.
 
-    An agent sends its next turn `think_s` after an answer, and has `conversations` one after the other. It stops after
-    a request without an answer. `concurrency` agents start evenly over `ramp_s`.
+    An agent sends its next request `think_s` after an answer, and has `conversations` one after the other. It stops
+    after a request without an answer. `concurrency` agents start evenly over `ramp_s`.
 
-    A conversation begins with a shared prompt and its own context (uniform). The number of turns is normal (2 to 20).
-    Each turn has log-normal input (mean `input_tokens`, 100 to 10,000) and output (mean `output_tokens`, 50 to 4,000).
-    `turns_sigma` and `sigma` are not published. Raises TraceError.
+    A conversation begins with a shared prompt and its own context (uniform). The number of its requests is normal (2 to
+    20). Each request has log-normal input (mean `input_tokens`, 100 to 10,000) and output (mean `output_tokens`, 50 to
+    4,000). `turns_sigma` and `sigma` are not published. Raises TraceError.
     """
     check(context_tokens_min, LENGTH_TOKENS_MAX, context_tokens_max=context_tokens_max)
     inputs, outputs = LogNormal(input_tokens, sigma, 100, 10_000), LogNormal(output_tokens, sigma, 50, 4_000)

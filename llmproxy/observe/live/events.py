@@ -49,7 +49,6 @@ class Events:
         return self._kept[-1].serial if self._kept else 0
 
     def note(self, level: str, name: str, fields: Mapping[str, object], at_s: float) -> None:
-        """Remember one line."""
         text = " ".join(f"{key}={shown(value)}" for key, value in fields.items() if key not in HIDDEN)
         backend = fields.get("backend")
         event = Event(

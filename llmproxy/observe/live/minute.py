@@ -162,7 +162,6 @@ class Sums:
         return sum(band.kinds[kind] for band in self.bands.values())
 
     def add(self, ended: RequestExit) -> None:
-        """Count one request."""
         name, kind = ended.band or NO_BAND, kind_of(ended)
         band = self.bands.get(name)
         if band is None:
@@ -280,7 +279,6 @@ class Minute:
         self._began_s: int | None = None
 
     def record(self, ended: RequestExit) -> None:
-        """Count one request in the current second."""
         self._running.add(ended)
 
     def tokens_per_s(self, backend: str, since_s: float | None) -> tuple[float, float]:

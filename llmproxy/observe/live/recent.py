@@ -32,7 +32,6 @@ class RecentRequests:
         self._bytes = 0
 
     def record(self, ended: RequestExit) -> None:
-        """Store one finished request."""
         at_s = ended.ended_s
         if at_s is None:
             # The request was refused before its arrival time was set.

@@ -75,7 +75,6 @@ class Recorder:
         self.history.append(second, self._row(now, passed_s))
 
     def record(self, ended: RequestExit) -> None:
-        """Store one finished request."""
         self.recent.record(ended)
         self.minute.record(ended)
 

@@ -67,7 +67,6 @@ class Asker:
         self._session = session
 
     async def get(self, path: str, query: Mapping[str, str] | None = None) -> dict[str, Any]:
-        """The JSON object at `path`. Raises AskError."""
         target = self.target
         headers = {"Authorization": f"Bearer {target.admin_key}"} if target.admin_key else {}
         asked = {**(query or {}), **({"pool": target.pool} if target.pool else {})}

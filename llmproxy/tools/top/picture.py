@@ -81,11 +81,12 @@ def picture(
     more: Section | None = None,
     foot: Sequence[Text] | None = None,
 ) -> RenderableType:
-    """The document in `width` columns and at most `height` lines. Without a height, all lines are shown.
+    """Returns the document as a picture of `width` columns and at most `height` lines. Without a height, all lines are
+    shown.
 
     `choices` replace the other sections if the view shows choices, and otherwise fill the lines that are left below.
-    `trouble` is a warning that the document is old. `more` is shown after the replicas. `foot` follows the
-    sections at once; without it, the keys are in the last line of the screen.
+    `trouble` is a warning that the document is old. `more` is shown after the replicas. `foot` follows the sections at
+    once; without it, the keys are in the last line of the screen.
     """
     head = _head(document, view, width, height, trouble)
     if view.help:

@@ -46,7 +46,6 @@ class View:
     quit: bool = False
 
     def press(self, key: str) -> None:
-        """Handle a pressed key."""
         if self.typing:
             self._type(key)
         elif self.help and key != "q":

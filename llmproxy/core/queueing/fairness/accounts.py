@@ -50,7 +50,6 @@ class Accounts(Generic[Account]):
         return None if account is None else self._rest(flow, account)
 
     def drop(self, flow: str) -> None:
-        """Drop the account of `flow`."""
         self._waiting.pop(flow, None)
         self._idle.pop(flow, None)
 

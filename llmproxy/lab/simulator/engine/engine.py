@@ -1,6 +1,6 @@
-"""A model of the vLLM V1 engine: the tokens and the duration of each step. Pure, in virtual time.
+"""A model of the vLLM V1 engine in virtual time: the tokens and the duration of each step.
 
-It follows the scheduler of vLLM V1:
+The model follows the scheduler of vLLM V1:
 
 - Running requests come first, then waiting requests in order of arrival.
 - Prefill is chunked under a token budget.
@@ -8,21 +8,17 @@ It follows the scheduler of vLLM V1:
 - If a running request finds no free block, the youngest running request is preempted and recomputed later.
 - A request whose adapter does not fit the batch waits, and later requests pass it.
 
-Step times come from `profiles`.
-
-The CPU cost of a simulated step depends only on *changes*: requests admitted, finished or entering a new block. Between
-two blocks the state of a decoding request follows from the step number. So any number of pure decode steps can be done
-at once.
+Step times come from `profiles`. Between two KV blocks, the state of a decoding request follows from the step number, so
+any number of pure decode steps can be simulated at once.
 
 With vLLM's asynchronous scheduling, its default on a GPU, a step is planned when its predecessor begins. So a request
 that arrives during a step also waits for the whole next step, and the slot and blocks of a finished request stay unused
-in the next step. Gauges count planned requests as running. Not modelled: the token that vLLM computes in vain after an
-answer has ended. The `overhead_ms` of a profile is from a scheduler without asynchronous planning.
+in the next step. Gauges count planned requests as running.
 
-A `remote` request leaves the queue like any other, gets the blocks of its prompt, and waits for their content outside
-the batch. `StepResult.fetches` reports the start of its transfer, and the caller ends the transfer with `fetched`. Then
-the request goes to the head of the queue and computes the last token of its prompt. The caller models the transfer
-itself. The blocks of a request that `pins` stay after its end until `release`.
+A `remote` request leaves the queue like any other, gets the blocks of its prompt, and waits outside the batch until
+these are filled. `StepResult.fetches` reports the start of its transfer, and the caller, who models the transfer, ends
+it with `fetched`. Then the request goes to the head of the queue and computes the last token of its prompt. The blocks
+of a request that `pins` stay after its end until `release`.
 """
 
 from __future__ import annotations
@@ -123,7 +119,6 @@ class Engine:
         return (self._cache.blocks - 1) * self.block_size
 
     def cached_tokens(self, request: EngineRequest) -> int:
-        """Returns the number of prompt tokens that are cached now."""
         # Memoised, because a placement asks about the same waiting request repeatedly between changes.
         key = request, self._cache.version
         if key != self._found_for:
@@ -438,7 +433,6 @@ class Engine:
     # --- the life of one sequence -------------------------------------------------------------------------------------
 
     def _stop(self, sequence: LiveSequence) -> None:
-        """Remove a sequence from the batch."""
         del self._running[sequence.request.id]
         if sequence is self._prefilling:
             self._prefilling = None

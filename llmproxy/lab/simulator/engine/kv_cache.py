@@ -1,9 +1,9 @@
-"""A model of the paged KV cache of vLLM V1: blocks, reference counts, chained hashes and LRU eviction. Pure.
+"""A model of the paged KV cache of vLLM V1: blocks, reference counts, chained hashes and LRU eviction.
 
-It follows vLLM V1's block pool. The first block is reserved (null block). Only full blocks are cached. A freed block
-keeps its content until its memory is needed. A request's blocks are freed tail first, so that the shared head of a
-prompt lives longest. An allocation first takes blocks without content, then the blocks that were freed longest ago. If
-several blocks have the same content, each request keeps its own, and the oldest copy serves new requests.
+The model follows vLLM V1's block pool. The first block is reserved (null block). Only full blocks are cached. A freed
+block keeps its content until its memory is needed. A request's blocks are freed tail first, so that the shared head of
+a prompt stays longest. An allocation first takes blocks without content, then the blocks that were freed longest ago.
+If several blocks have the same content, each request has its own copy, and the oldest copy serves new requests.
 """
 
 from __future__ import annotations

@@ -13,12 +13,13 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class KvTransfer:
-    """Times of a transfer, and the policy for failed transfers.
+    """The times of a transfer, and the policy for failed transfers.
 
     A transfer takes `latency_s` plus its bytes divided by `bytes_per_s`; the first transfer between two engines also
-    takes `handshake_s`. The prefill engine keeps the blocks for `lease_s`; heartbeats of the decode engine extend the
-    lease while its request waits. If the KV is not available, the decode engine computes the prompt (`recompute`) or
-    fails the request. A lost known peer is noticed after `lost_s`, an unreachable unknown peer after `unreachable_s`.
+    takes `handshake_s`. The prefill engine keeps the blocks for `lease_s`, and heartbeats of the decode engine extend
+    this time while its request waits. If the KV blocks are not available, the decode engine computes the prompt
+    (`recompute`) or fails the request. A lost engine is noticed after `lost_s` if it was connected before, otherwise
+    after `unreachable_s`.
     """
 
     bytes_per_token: int = 131_072

@@ -22,9 +22,8 @@ class Profile:
 
     Linear layers take the larger of `small_ms` (constant, per token), bound by weight reads, and `large_ms` (constant,
     per token), bound by compute. Attention takes `decode_ms` (per step, per token of context) and `prefill_ms` (per
-    chunk, per squared position) in addition. `prefill_factor` multiplies the compute-bound cost of a prefill token.
-    Some published runs suggest 1.9, so a comparison of policies should hold with 1.0 and with 1.9. `frontend_s` is the
-    time for HTTP and tokenising before the engine gets a request.
+    chunk, per squared position) in addition. `prefill_factor` multiplies the compute-bound cost of a prefill token:
+    some published runs suggest 1.9. `frontend_s` is the time for HTTP and tokenising before the engine gets a request.
     """
 
     small_ms: tuple[float, float]

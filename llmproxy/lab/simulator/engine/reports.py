@@ -57,9 +57,9 @@ class Gauges:
 class Counters:
     """Totals since the start. Queries, hits, prompt and generation are in tokens.
 
-    As in vLLM, queries and hits count only the first admission of a request, hits only in the local cache, and a
-    prompt counts with its first output token. `external` counts tokens from other engines and from a store. Of all
-    `adapter_requests`, `adapter_loads` found their adapter in no slot.
+    As in vLLM, queries and hits count only the first admission of a request, hits only in the local cache, and a prompt
+    counts with its first output token. `external` counts tokens from other engines and from a store. `adapter_loads`
+    counts those of all `adapter_requests` whose adapter was in no slot.
     """
 
     prefix_queries: int = 0

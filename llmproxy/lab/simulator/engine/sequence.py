@@ -27,11 +27,11 @@ class EngineRequest:
 
 @dataclass(slots=True, eq=False)
 class LiveSequence:
-    """A live request. While it decodes, step `t` computes its token number `mark + t`, counted from 0.
+    """A request in the engine. While it decodes, step `t` computes its token number `mark + t`, counted from 0.
 
     `order` is the position in the queue, smallest first. `computed` counts the computed tokens of the prefill,
     `emitted` the output tokens before the prefill. The first `stored` of its `blocks` are full and cached. `fetch`: its
-    KV must still be fetched from another engine. `wrong`: its KV is not the KV of its prompt.
+    KV blocks must still be fetched from another engine. `wrong`: it got KV blocks of another prompt.
     """
 
     request: EngineRequest
@@ -148,14 +148,12 @@ class Decodes:
         return self._count
 
     def add(self, sequence: LiveSequence) -> None:
-        """Add a sequence, with `mark` and `last_step` set."""
         self._count += 1
         self._marks += sequence.mark
         self._entering[-sequence.mark % self._block_size][sequence.request.id] = sequence
         self._ending.setdefault(sequence.last_step, {})[sequence.request.id] = sequence
 
     def remove(self, sequence: LiveSequence) -> None:
-        """Remove a sequence that ends or goes back to the queue."""
         self._count -= 1
         self._marks -= sequence.mark
         del self._entering[-sequence.mark % self._block_size][sequence.request.id]

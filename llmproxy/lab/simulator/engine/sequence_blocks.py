@@ -12,7 +12,8 @@ from llmproxy.lab.simulator.engine.sequence import EngineRequest, LiveSequence
 
 
 class SequenceBlocks:
-    """Blocks of `block_size` tokens. With a `store`, prompt blocks are also written to it and loaded from it.
+    """The KV blocks of all sequences; a block has `block_size` tokens. With a `store`, prompt blocks are also written
+    to it and loaded from it.
 
     `kept` has the ended requests whose blocks stay until another engine has read them. `wrong` has blocks that were
     read too late, and blocks computed from these. Requests that share a wrong block get a wrong answer, as in vLLM.
@@ -87,7 +88,6 @@ class SequenceBlocks:
         sequence.stored = full
 
     def release(self, sequence: LiveSequence) -> None:
-        """Release all blocks of a sequence."""
         self.cache.release(sequence.blocks, sequence.request.hashes, sequence.stored)
         sequence.blocks = []
         sequence.stored = 0

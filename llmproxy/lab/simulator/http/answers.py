@@ -2,7 +2,7 @@
 
 An `AnswerWriter` writes the answer to one request. A stream consists of `prologue` at acceptance, `opening` with the
 first token, `delta` for each piece of text, and `closing` at the end, or `broken` after an error, still with status
-200. The last delta of a choice has its `reason`. An answer that is not streamed is `whole`. Each list item is an event,
+200. The last delta of a choice has its `reason`. `whole` is an answer without a stream. Each list item is an event,
 which the server sends as an HTTP chunk.
 """
 

@@ -163,15 +163,12 @@ class ReplicaMetrics:
             self._histograms[name].observe(value)
 
     def failed(self) -> None:
-        """Count a sequence that ended with an error."""
         self._finished["error"] += 1
 
     def count(self, name: str) -> None:
-        """Increment a counter of the NIXL connector."""
         self._nixl[name] += 1
 
     def transferred(self, took_s: float, transferred_bytes: int) -> None:
-        """Count a completed KV transfer from another engine."""
         self._histograms["nixl_xfer_time_seconds"].observe(took_s)
         self._histograms["nixl_bytes_transferred"].observe(transferred_bytes)
 

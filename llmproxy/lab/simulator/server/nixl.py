@@ -55,7 +55,7 @@ class _Fetch:
 class NixlConnector:
     """The KV connector of a replica: it keeps blocks for other replicas, and fetches blocks from them.
 
-    Everything happens `speed` times as fast as `times` says.
+    All times are divided by `speed`.
     """
 
     def __init__(self, pacer: Pacer, times: KvTransfer, speed: float, faults: FaultSwitch) -> None:
@@ -94,7 +94,7 @@ class NixlConnector:
     def params_of(self, job: GenerationJob) -> dict[str, Any] | None:
         """Returns the `kv_transfer_params` of a job's answer.
 
-        They name only the first sequence. The blocks of other sequences stay until their leases expire.
+        The parameters name only the first sequence. The blocks of other sequences stay until their leases expire.
         """
         sequence = job.sequences[0]
         kept = self._engine.kv.kept.get(sequence.id)

@@ -32,9 +32,9 @@ class SequenceProgress:
 class GenerationJob:
     """The sequences of an HTTP request, and the reason for which each will end (`length`, `stop`).
 
-    `each_token`: whether its owner is notified of every token, or only of the end. `remote_cached_tokens`: cached
-    prompt tokens at the replica that computed the prompt. `error` is set when the engine has died, or when the KV
-    of the job is not available.
+    `each_token`: whether the request handler is notified of every token, or only of the end. `remote_cached_tokens`:
+    cached prompt tokens at the replica that computed the prompt. `error` is set when the engine has died, or when the
+    KV blocks of the job are not available.
     """
 
     sequences: Sequence[EngineRequest]
@@ -97,7 +97,7 @@ class Pacer:
         self._work.set()
 
     def drop(self, job: GenerationJob) -> None:
-        """Abort the unfinished sequences of a job. `run` updates the gauges in its next turn."""
+        """Aborts the unfinished sequences of a job. `run` updates the gauges afterwards."""
         for sequence in job.sequences:
             if self._jobs.pop(sequence.id, None) is not None:
                 self.engine.abort(sequence.id)

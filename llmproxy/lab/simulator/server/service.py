@@ -192,7 +192,6 @@ class Service:
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
-        """Count a generation request as in flight during the block."""
         self.in_flight += 1
         self.idle.clear()
         try:
@@ -224,7 +223,6 @@ class Service:
         return GenerationJob(sequences, reasons, generation.stream, arrived_s, params)
 
     def submit(self, job: GenerationJob) -> None:
-        """Add a job to the engine."""
         if self.nixl is not None:
             self.nixl.submit(job)
         self.pacer.submit(job)
