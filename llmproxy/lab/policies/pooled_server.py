@@ -201,9 +201,9 @@ def queue_bounds(requests: Iterable[Served], server: PooledServer, timed: bool, 
 
     *Rate*: no policy that finds at most `hit_tokens` cached can serve more of these requests per second.
 
-    *Pooled*: an estimate, no strict bound. One server, as fast as all replicas together, serves whole requests first
-    come, first served. The prefill time on an idle replica is added to the wait, because two replicas never compute one
-    request together.
+    *Pooled*: an estimate, no strict bound. A server that is as fast as all replicas together serves whole requests
+    first come, first served. The prefill time on an idle replica is added to the wait, because two replicas never
+    compute one request together.
 
     *Floor*: a central queue with one server for each replica, and prompts only, each as cheap as in a full step on the
     fastest replica. No policy that serves in order and finds at most `hit_tokens` cached has shorter times to first

@@ -58,8 +58,8 @@ class Counters:
     """Totals since the start. Queries, hits, prompt and generation are in tokens.
 
     As in vLLM, queries and hits count only the first admission of a request, hits only in the local cache, and a prompt
-    counts with its first output token. `external` counts tokens from other engines and from a store. `adapter_loads`
-    counts those of all `adapter_requests` whose adapter was in no slot.
+    counts with its first output token. `external` counts tokens from other engines and from a store. `adapter_requests`
+    counts requests with an adapter, and `adapter_loads` the part of them whose adapter was in no slot.
     """
 
     prefix_queries: int = 0
