@@ -97,12 +97,6 @@ def commands_built_once() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def no_state_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that a test starts keep nothing for those of another test, which may have the same ports."""
-    monkeypatch.setenv("LLMPROXY_STATE_FILE", "none")
-
-
 @pytest.fixture
 def write(tmp_path: Path) -> Any:
     def to_file(text: str | bytes) -> Path:

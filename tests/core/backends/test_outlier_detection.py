@@ -67,6 +67,7 @@ class SimulatedPool:
                 if not self.deaf:
                     self._bring(answer)
             self.decide()
+        self.of.check(self.now)
 
     def until(self, name: str, limit_s: float) -> float:
         """Returns the seconds until `name` is ejected; `limit_s` if it is not."""
@@ -89,7 +90,6 @@ class SimulatedPool:
                 self.revoked.append(decision.request)
                 self.of.apply(Returned(self.answers.pop(decision.lease).grant.lease, Verdict.LOST), self.now)
                 self.of.submit(decision.request, self.now, frozenset({decision.backend}), AdmissionKind.RETRY)
-        self.of.check(self.now)
 
     def _bring(self, answer: Answer) -> None:
         grant = answer.grant

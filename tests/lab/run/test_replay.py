@@ -29,8 +29,9 @@ def test_every_policy_answers_every_request_of_a_calm_trace(policy: str) -> None
 
 
 def test_equal_setups_give_equal_ends_and_another_seed_gives_others() -> None:
+    arrivals = traffic(100)
     one, same, other = (
-        [(r.arrival.at_s, r.backend, r.ended_s) for r in records_of(setup(traffic(), seed=seed))] for seed in (1, 1, 2)
+        [(r.arrival.at_s, r.backend, r.ended_s) for r in records_of(setup(arrivals, seed=seed))] for seed in (1, 1, 2)
     )
     assert one == same
     assert one != other
@@ -59,7 +60,7 @@ def choices(policy: str, arrivals: list[Arrival], on: SimulatedFleet | None = No
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("policy", [name for name in names() if name != "oracle"])
 def test_no_policy_sees_how_long_an_answer_will_be(policy: str) -> None:
-    arrivals = traffic()
+    arrivals = traffic(150)
     longer = [*arrivals[:-1], replace(arrivals[-1], output_tokens=2_000)]
     assert choices(policy, arrivals) == choices(policy, longer)
 
