@@ -114,7 +114,7 @@ class Proxy:
 
     @property
     def admin_url(self) -> str | None:
-        """The URL of the admin port; None without one."""
+        """The URL of the admin port; None if no admin port is configured."""
         return None if self.admin_listener is None else self.admin_listener.url
 
     @property
@@ -139,7 +139,7 @@ class Proxy:
             self.cluster.reconfigured(config_hash(config))
 
     def look_for_backends(self) -> None:
-        """Update the backends of the configuration, and start discovery in its other sources."""
+        """Updates the backends of the configuration, and starts discovery in all other sources."""
         self.registry.update(CONFIGURED, _configured(self.config))
         self.discovery.reconfigure(self.config)
 
@@ -435,7 +435,7 @@ def _clients(config: Config) -> ClientLimits:
 
 
 def _live_state(proxy: Proxy, now: float) -> LiveState:
-    """Returns the current gauges. They are computed at each scrape, so that they cannot drift."""
+    """Returns the current values of all gauges. They are computed at each scrape, so that they agree with the state."""
     pools, dispatcher, names = proxy.pools, proxy.dispatcher, proxy.gateway.rulebook.current.band_names
     queued, longest_s = pools.queued(), pools.longest_s(now)
     views = pools.views(now)

@@ -82,7 +82,7 @@ class AdapterKeeper(BackendObserver):
             self._spawn(self._catch_up(backend))
 
     def reconfigure(self, backend_api_key: str | None, timeouts: TimeoutsConfig) -> None:
-        """Use another key and other time limits from now on."""
+        """Sets the key and the time limits of later load and unload requests."""
         self._backend_api_key, self._timeouts = backend_api_key, timeouts
 
     def removed(self, backend: str) -> None:

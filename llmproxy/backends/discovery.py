@@ -259,7 +259,6 @@ class Discovery:
             await asyncio.sleep(source.interval_s)
 
     async def close(self) -> None:
-        """Stop all sources; the backends stay."""
         tasks = [running.task for running in self._running.values()]
         for task in tasks:
             task.cancel()

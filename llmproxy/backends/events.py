@@ -24,7 +24,7 @@ class BackendObserver:
     """
 
     def listed(self, backend: str, listing: Listing) -> None:
-        """The backend listed its models."""
+        """The backend has listed its models."""
 
     def observe(self, backend: str, reading: Reading) -> None:
         """The backend's metrics were scraped. Called before `answered`, and only for servers that publish vLLM
@@ -46,7 +46,7 @@ class BackendObserver:
         """A request of a poll had no answer within `poll.timeout_s`. `unread` or `troubled` follows."""
 
     def troubled(self, backend: str, trouble: Trouble, detail: str) -> None:
-        """A poll failed. `detail` is one line for people: the request and its result."""
+        """A poll failed. `detail` is a text for people: the request and its result."""
 
     def removed(self, backend: str) -> None:
         """The backend was removed, so observers forget its state."""

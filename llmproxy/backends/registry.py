@@ -31,7 +31,7 @@ _log = structlog.get_logger()
 
 
 class Instance(BackendConfig):
-    """A backend whose platform reports its process (`uid`), and whether it is ready for requests."""
+    """A backend whose source also reports its process (`uid`) and whether it is ready for requests."""
 
     uid: str
     ready: bool
@@ -122,7 +122,7 @@ class BackendRegistry:
             self._reconcile()
 
     def reconfigure(self, poll: PollConfig, api_key: str | None) -> None:
-        """Set the intervals of polls, and the key of backends without a key of their own."""
+        """Sets the intervals of polls, and the key of backends without a configured key."""
         if (poll, api_key) == (self._poll, self._api_key):
             return
         self._poll, self._api_key = poll, api_key
@@ -142,7 +142,7 @@ class BackendRegistry:
         self._set_drained(self._members[name], drained=False)
 
     def drain_on_join(self, names: Iterable[str]) -> None:
-        """Drain these backends as soon as they join, because an operator drained them in the previous process."""
+        """Drains these backends as soon as they are added, because an operator drained them in the previous process."""
         self._drained_before.update(names)
 
     def restore_limits(self, known: Mapping[str, KnownLimit]) -> None:
@@ -278,7 +278,6 @@ class BackendRegistry:
         member.polling = self._polling(member.config)
 
     async def close(self) -> None:
-        """Stop all pollers and all removals."""
         tasks = [task for m in self._members.values() for task in (m.polling, m.leaving) if task is not None]
         for task in tasks:
             task.cancel()

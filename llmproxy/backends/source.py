@@ -23,7 +23,7 @@ _log = structlog.get_logger()
 
 
 class SourceFailedError(Exception):
-    """A source did not answer, or its answer makes no sense."""
+    """A source did not answer, or its answer cannot be used."""
 
 
 class RefusedLog:

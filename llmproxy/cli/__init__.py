@@ -6,7 +6,7 @@ from llmproxy.lifecycle import early_signals
 
 
 def main() -> None:
-    """Run the command line. `serve` handles signals before it imports anything else."""
+    """Runs the command line. `serve` installs its signal handlers before it imports anything else."""
     if sys.argv[1:2] == ["serve"]:
         early_signals.remember()
         # From here on no output may block on a slow reader, not even the message about a wrong configuration.

@@ -331,7 +331,7 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
     admin_key: AdminKey = None,
 ) -> None:
-    """Tell the story of one request: its wait, its replicas, and the prices of all candidates."""
+    """Print the history of one request: its wait, its replicas, and the prices of all candidates."""
     from llmproxy.tools import top as asked
 
     _ask(lambda: asked.explain(asked.Target.parsed(url, admin_key), request, as_json=as_json), "explain")

@@ -67,7 +67,7 @@ LIST_SEPARATORS = {
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A flag of `serve`, its variable, and the keys that both override."""
+    """A flag of `serve`, its environment variable, and the configuration keys that both override."""
 
     name: str
     keys: tuple[str, ...]

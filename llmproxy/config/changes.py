@@ -68,7 +68,7 @@ class Change:
 
 
 def changes_between(old: Config, new: Config) -> list[Change]:
-    """Every key whose value differs. List entries are compared by their `name`; a new entry is one change."""
+    """Returns every key whose value differs. List entries are compared by their `name`; a new entry is one change."""
     return list(_differences(_plain(old), _plain(new), ""))
 
 
@@ -130,7 +130,7 @@ def _by_name(old: Mapping[str, Any], new: Mapping[str, Any], key: str) -> Iterat
 
 
 def value_text(value: Any) -> str:
-    """A value in one line of bounded length, without the secrets in it."""
+    """Returns a value as text in one line of bounded length, with its secrets hidden."""
     if isinstance(value, Mapping):
         shown = {k: v for k, v in value.items() if k not in SECRET and v not in (None, (), {})}
         text = ", ".join(f"{k}: {value_text(v)}" for k, v in shown.items())

@@ -17,7 +17,7 @@ Problem = tuple[Place, str]
 
 
 def report(problems: Iterable[Problem]) -> None:
-    """Raises all problems as one ValidationError, each at its place."""
+    """Raises all problems as one ValidationError, each with its place in the configuration."""
     errors = [
         InitErrorDetails(type="value_error", loc=place, input="", ctx={"error": ValueError(reason)})
         for place, reason in problems

@@ -366,7 +366,7 @@ class Config(Section):
         return self._old_names
 
     def with_old_names(self, warnings: Sequence[str]) -> Config:
-        """The same configuration, with these `old_names`."""
+        """Returns the same configuration, with these warnings as `old_names`."""
         self._old_names = tuple(warnings)
         return self
 
@@ -378,7 +378,7 @@ class Config(Section):
         return self._origins
 
     def with_origins(self, origins: Mapping[Place, str]) -> Config:
-        """The same configuration, with these `origins`."""
+        """Returns the same configuration, with these `origins`."""
         self._origins = dict(origins)
         return self
 

@@ -22,8 +22,6 @@ FILE_ONLY = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A key of the configuration."""
-
     # Dotted, with `[]` for the entries of a list: `models[].target`.
     name: str
     field: FieldInfo
@@ -34,7 +32,6 @@ class Key:
 
     @property
     def last(self) -> str:
-        """The last part of the name."""
         return self.name.rpartition(".")[2]
 
     @property

@@ -64,7 +64,7 @@ class PodsUrl:
 
     @property
     def text(self) -> str:
-        """The URL in its usual form."""
+        """Returns the URL as text, in its usual spelling."""
         namespace = f"{self.namespace}/" if self.namespace else ""
         port = f":{self.port}" if self.port else ""
         return f"{KUBERNETES}{self.scheme}://{namespace}{self.kind}/{self.name}{port}"

@@ -51,7 +51,9 @@ def example_file() -> str:
 
 
 def as_yaml(config: Config) -> str:
-    """Every key of a configuration with its meaning, its type and its value. Secrets are shown as ***."""
+    """Returns every key of a configuration with its meaning, its type and its value, as YAML. Secrets are shown as
+    ***.
+    """
     return "\n".join(_lines(config, "", secrets=False)) + "\n"
 
 

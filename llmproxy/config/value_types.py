@@ -267,7 +267,7 @@ def failure_of(value: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a listener on this host. An IPv6 address may have brackets."""
+    """Returns whether only this machine can connect to a listener on this host. An IPv6 address may have brackets."""
     try:
         return ip_address(host.strip("[]")).is_loopback
     except ValueError:

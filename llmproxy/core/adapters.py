@@ -48,7 +48,7 @@ class AdapterPlan:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The response of one backend to a change."""
+    """The response of one backend to an adapter change."""
 
     backend: str
     status: int | None  # None if the backend did not respond.
@@ -115,7 +115,9 @@ class Adapters:
     # --- requested changes --------------------------------------------------------------------------------------------
 
     def is_changing(self, name: str) -> bool:
-        """Returns whether a change of this adapter is in progress. The next change may begin only after its end."""
+        """Returns whether a change of this adapter is in progress. The next change may begin only after the end of this
+        change.
+        """
         return name in self._changing
 
     def load(
@@ -191,7 +193,7 @@ class Adapters:
         return Report(change, replies, remembered)
 
     def abandon(self, plan: AdapterPlan) -> None:
-        """Ends a change without a record of it."""
+        """Ends a change without recording it."""
         self._changing.pop(plan.change.name, None)
 
     def _begin(self, plan: AdapterPlan) -> AdapterPlan:
@@ -260,7 +262,6 @@ class Adapters:
         self._catalogue.promised = frozenset(n for n, r in self._records.items() if r.load is not None)
 
     def forget(self, backend: str) -> None:
-        """Removes a backend from all records."""
         self._cards.pop(backend, None)
         for name, record in list(self._records.items()):
             record.wanted.pop(backend, None)

@@ -53,7 +53,7 @@ class Role(StrEnum):
 
 
 class Stage(StrEnum):
-    """The part of a request that one lease covers. A split request has one lease for each of its two stages."""
+    """The part of a request that one lease covers. A split request has two stages, and so two leases."""
 
     WHOLE = "whole"
     PREFILL = "prefill"  # Computes the prompt.
@@ -95,7 +95,7 @@ class Slo(Struct, frozen=True):
 
 
 class Request(Struct, frozen=True):
-    """A request as the scheduler sees it."""
+    """A request with everything that the scheduler needs to know about it."""
 
     id: str
     pool: str
@@ -127,7 +127,7 @@ class Request(Struct, frozen=True):
 
 
 class AdmissionKind(StrEnum):
-    """The reason why a request is submitted to the waiting room."""
+    """The reason why a request enters the waiting room."""
 
     NEW = "new"
     RETRY = "retry"

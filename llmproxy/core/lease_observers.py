@@ -306,7 +306,7 @@ class BlameObserver(LeaseObserver):
 
 
 class OutlierObserver(LeaseObserver):
-    """Reports the speed of answers to the outlier detection. Tells a slow backend whether it has recovered."""
+    """Reports the speed of answers to the outlier detection, and tells a slow backend when it is fast again."""
 
     def __init__(self, detection: OutlierDetection) -> None:
         self._detection = detection

@@ -108,7 +108,7 @@ class Leases:
     # --- backends, and the processes behind them -----------------------------------------------------------------
 
     def attach(self, backend: str) -> None:
-        """Adds a backend to the pool. Its leases in other pools stay there."""
+        """Adds a backend to the pool. Leases on this backend in other pools stay there."""
         self._newest_of_old[backend] = self._newest
 
     def detach(self, backend: str) -> None:
@@ -132,7 +132,7 @@ class Leases:
         self._revoked += leases
 
     def take_revoked(self) -> list[Revoke]:
-        """Returns the open leases among those revoked since the last call."""
+        """Returns the open leases that were revoked since the last call."""
         if not self._revoked:
             return []
         numbers, self._revoked = self._revoked, []

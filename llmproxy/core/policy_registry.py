@@ -35,9 +35,10 @@ class Faults:
             self.noted.append(fault)
 
     def take(self, now: float) -> list[tuple[Exception, int]]:
-        """Returns the exceptions since the last call. Each line of code is reported once in FAULT_REPORT_S.
+        """Returns the exceptions since the last call. An exception of one line of code is reported once in
+        FAULT_REPORT_S.
 
-        Each is paired with the number of exceptions of its line that were omitted before it.
+        Each exception comes with the number of exceptions of its line that were omitted before.
         """
         noted, self.noted = self.noted, []
         reported: list[tuple[Exception, int]] = []

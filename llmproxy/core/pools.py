@@ -114,7 +114,7 @@ class Pools:
         prompt_range: tuple[int, int] | None = None,
         role: Role = Role.BOTH,
     ) -> None:
-        """Adds a backend. Until its first poll it is down and belongs to no pool."""
+        """Adds a backend. Until its first poll, the backend is down and belongs to no pool."""
         assert name not in self.backends
         settings = self.settings
         self.catalogue.add(name)
@@ -178,12 +178,11 @@ class Pools:
             backend.limit_divisor = self._limit_divisors[self.shard_for_backend(name)]
 
     def _split_usage_limits(self) -> dict[str, UsageLimit]:
-        """The part of each usage limit that this process may use."""
+        """Returns the part of each usage limit that this process may use."""
         divisor = max(self._limit_divisors.values())
         return {name: limit.split(divisor) for name, limit in self.settings.limits.items()}
 
     def shard_for_backend(self, backend: str) -> str:
-        """Returns the shard of a backend."""
         return self.shards.for_pool(self.pool_of(backend))
 
     def decide_until(self, until_s: float, shard: str = DEFAULT) -> None:
@@ -280,7 +279,9 @@ class Pools:
             backend.limit_divisor = divisor
 
     def _scheduler_of(self, request: Request) -> Scheduler | None:
-        """Returns the scheduler of the backends that now list the model of a request, whatever the pool's name."""
+        """Returns the scheduler of the backends that list the model of a request now, whatever the name of their
+        pool.
+        """
         if request.backend in self._of_backend:
             return self._of_backend[request.backend]
         target = self.catalogue.served.get(request.model)
@@ -513,7 +514,7 @@ class Pools:
         return needs
 
     def pool_of(self, backend: str) -> str | None:
-        """Returns the pool of a backend; None before its first listing."""
+        """Returns the pool of a backend; None before its first model list."""
         scheduler = self._of_backend.get(backend)
         return None if scheduler is None else scheduler.pool
 

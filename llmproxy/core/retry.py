@@ -83,7 +83,7 @@ _NOT_NOW = frozenset({408, 409, 425, 429, 503, 529})
 
 
 def cause_of(status: int, *, own_key: bool = True) -> Cause:
-    """Returns the cause of a response with this status (not 2xx), judged by the status alone.
+    """Returns the cause of a failed response, judged by its status (not 2xx) alone.
 
     `own_key`: the request carried the key of the proxy, not the key of its client.
     """

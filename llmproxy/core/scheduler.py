@@ -235,7 +235,7 @@ class Scheduler:
             self.faults.notify(self._placement.observer.cached, backend, hashes)
 
     def restore_prefix(self, backend: str, hashes: Sequence[int]) -> None:
-        """Notes blocks that another proxy process knows as cached on `backend`."""
+        """Records blocks that another proxy process knows as cached on `backend`."""
         if backend in self._backends.by_name:
             self.faults.notify(self._placement.observer.cached, backend, hashes)
 
@@ -247,7 +247,7 @@ class Scheduler:
         self._room.bands[request.band].ended(request, met, now)
 
     def balances(self) -> dict[int, Mapping[str, float]]:
-        """Returns per band the balances of its flows; see `FairnessPolicy.balances`."""
+        """Returns the flow balances of each band, for the process that takes over this pool."""
         return {level: self._room.bands[level].fairness.balances() for level in self._room.order}
 
     def restore(self, band: int, balances: Mapping[str, float]) -> None:
@@ -372,7 +372,7 @@ class Scheduler:
                 self._preempt(level, this, some_room=True)
 
     def _set_wait_reason(self, level: int, this: _Pass) -> None:
-        """Notes why the band `level` and the lower bands wait."""
+        """Records why the band `level` and the lower bands wait."""
         ceiling, views = self._headroom.ceiling(level, this.now), this.views
         if not any(view.available for view in views):
             reason = WaitReason.NO_BACKEND
@@ -415,7 +415,9 @@ class Scheduler:
         return readmitted
 
     def first_blocked(self) -> Key:
-        """Returns (-band, arrival) of the first blocked request whose usage limit has room; infinite without one."""
+        """Returns (-band, arrival) of the first blocked request whose usage limit is not reached; infinite without
+        one.
+        """
         return self._room.blocked.first(self._limits)
 
     def next_wakeup(self, now: float) -> float | None:
@@ -546,7 +548,7 @@ class Scheduler:
         return self._placement.work_s(len(room), room.prompt_tokens, room.output_tokens, self._backends.views(now))
 
     def snapshot(self, now: float, flows_max: int) -> PoolSnapshot:
-        """Returns the waiting requests and the room of the backends, with at most `flows_max` flows."""
+        """Returns the waiting requests and the free slots of the backends, with at most `flows_max` flows."""
         shown = self._look(now).shown(
             self._backends.views(now),
             alive=self._backends.any_up(),

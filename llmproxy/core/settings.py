@@ -1,4 +1,4 @@
-"""The settings of the core. The configuration maps onto them and has their defaults."""
+"""The settings of the core. They are derived from the configuration, and have the same defaults."""
 
 from __future__ import annotations
 

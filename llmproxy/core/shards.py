@@ -20,7 +20,6 @@ class Shards:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All shards, the default shard first."""
         return (DEFAULT, *sorted(self.separate))
 
     def for_pool(self, pool: str | None) -> str:

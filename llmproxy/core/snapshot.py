@@ -1,8 +1,8 @@
-"""Snapshots for operators: waiting requests, the reasons why they wait, and the room of the backends.
+"""Snapshots for operators: waiting requests, the reasons why they wait, and the free slots of the backends.
 
-The cost of a snapshot is proportional to the flows shown (at most FLOWS_MAX per band), not to the waiting requests.
-A snapshot reads the order of flows from the fairness policy, as a decision does. A policy that updates itself on such a
-read (`slo`) then updates a little earlier; its guarantees are not affected.
+The cost of a snapshot is proportional to the flows shown (at most FLOWS_MAX per band), not to the waiting requests. A
+snapshot reads the order of flows from the fairness policy, as a decision does. The policy `slo` updates itself on such
+a read, a little earlier than it otherwise would; its guarantees are not affected.
 """
 
 from __future__ import annotations
@@ -72,8 +72,6 @@ class FlowSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class BandSnapshot:
-    """The waiting requests of a band."""
-
     level: int
     ceiling: float
     min_share: float
@@ -120,8 +118,6 @@ class LimitSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All pools and usage limits."""
-
     pools: tuple[PoolSnapshot, ...]
     limits: tuple[LimitSnapshot, ...]
     limits_more: int  # Usage limits left out.

@@ -53,7 +53,7 @@ class TokenBucket:
         self._level = min(self.capacity, self.level(now) - amount)
 
     def try_take(self, amount: float, now: float) -> bool:
-        """Takes `amount` if `wait_s` is 0. Returns whether it did."""
+        """Takes `amount` if `wait_s` is 0. Returns whether the amount was taken."""
         if self.wait_s(amount, now) > 0.0:
             return False
         self.take(amount, now)

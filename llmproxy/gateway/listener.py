@@ -26,7 +26,7 @@ IDLE_CHECK_S = 0.05
 
 @dataclass(slots=True)
 class Listener:
-    """A started server on its sockets."""
+    """A started server and its listening sockets."""
 
     server: web.Server
     runner: web.ServerRunner
@@ -40,7 +40,6 @@ class Listener:
         self.acceptor.close()
 
     async def wait_closed(self) -> None:
-        """Wait until no connection is open."""
         while self.server.connections:  # noqa: ASYNC110 - see IDLE_CHECK_S
             await asyncio.sleep(IDLE_CHECK_S)
 
@@ -62,7 +61,7 @@ class Frontend(Protocol):
         """Accept no more connections. Open connections stay."""
 
     async def wait_idle(self) -> None:
-        """Wait until no request runs, or, if another process has taken over, until no connection is open."""
+        """Waits until no request runs. If another process has taken over, waits until no connection is open."""
 
 
 @dataclass(slots=True)

@@ -137,8 +137,9 @@ async def successor(sockets: Sockets, drained: Collection[str] = ()) -> subproce
 
 
 def _start_again(variables: Mapping[str, str], fds: Sequence[int]) -> subprocess.Popen[bytes]:
-    """Start the same command. The interpreter is started by path, so a virtual environment replaced in place is
-    used."""
+    """Starts the same command. The interpreter is started by its path, so a virtual environment that was replaced at
+    this path is used.
+    """
     return subprocess.Popen([sys.executable, *sys.orig_argv[1:]], env={**os.environ, **variables}, pass_fds=fds)
 
 

@@ -29,7 +29,7 @@ _log = structlog.get_logger()
 
 
 def open_to_append(path: Path) -> FileIO:
-    """Open a file at its end. Raises OSError, also for a path that is no regular file."""
+    """Opens a file for appending. Raises OSError, also for a path that is no regular file."""
     if path.exists() and not path.is_file():
         raise OSError(f"{path} is not a regular file")
     # Readable too: the last byte shows whether the last line is complete.
@@ -40,7 +40,7 @@ class DecisionLog(LineWriter[RequestExit]):
     """Writes the decision log to one file, on a thread.
 
     `sample` (0..1) is the share of requests to write, chosen by a hash of the request id, so that all logs with the
-    same share hold the same requests. Times count from `origin_s` on the clock of the exit records. `on_lost` is
+    same share have the same requests. Times count from `origin_s` on the clock of the exit records. `on_lost` is
     called, on any thread, with the number of lines that could not be written. Raises OSError if the header cannot be
     written; a later failure is logged once and loses only its lines.
     """

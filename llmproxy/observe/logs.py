@@ -131,7 +131,7 @@ def take_lines_lost() -> int:
 
 
 def log_exit(ended: RequestExit) -> None:
-    """Write the log line of a finished request. At the log level `debug`, it has the reasons of the grant."""
+    """Writes the log line of a finished request. At the log level `debug`, the line has the reasons of the grant."""
     # Most requests complete, and hashing an outcome costs a call.
     outcome = ended.outcome
     level = "info" if outcome is Outcome.COMPLETED else _ALARMING.get(outcome, "info")

@@ -70,7 +70,7 @@ class BackendState:
 
 @dataclass(frozen=True, slots=True)
 class ShardState:
-    """A shard (the pools of one leader) as one member of a cluster sees it."""
+    """The pools of one leader (a shard), as one member of a cluster sees them."""
 
     pool: str  # "" for all pools without a lock of their own.
     leads: bool
@@ -84,7 +84,7 @@ class ShardState:
 
 @dataclass(frozen=True, slots=True)
 class LiveState:
-    """The state behind all gauges."""
+    """The state from which all gauges are computed."""
 
     queues: tuple[QueueState, ...] = ()
     blocked: Mapping[str, int] = field(default_factory=dict)  # Usage limit -> requests that it blocks.
@@ -227,7 +227,7 @@ def _most(blocked: Mapping[str, int]) -> Iterator[tuple[str, int]]:
 
 
 class Capped:
-    """The values of one label; values beyond LABELS_MAX become `other`."""
+    """Bounds the values of one label: values beyond LABELS_MAX become `other`."""
 
     def __init__(self, *known: str) -> None:
         self._known = {*known, OTHER}

@@ -1,4 +1,4 @@
-"""Values as text for people: each one a single printable word."""
+"""Converts values to text for people. Each text is a single printable word."""
 
 from __future__ import annotations
 

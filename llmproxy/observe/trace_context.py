@@ -36,7 +36,7 @@ _TRACEPARENT = re.compile(
 
 
 class TraceContext(Struct, frozen=True):
-    """The place of one request in its trace. Ids are hexadecimal."""
+    """The trace id and span ids of one request. Ids are hexadecimal."""
 
     trace_id: str
     span_id: str  # The span of the request at this proxy.

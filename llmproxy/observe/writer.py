@@ -20,9 +20,9 @@ Line = TypeVar("Line")
 
 
 class LineWriter(ABC, Generic[Line]):
-    """Writes lines in order on a thread of its own, which `start` starts once.
+    """Writes lines in order on a separate thread, which `start` starts once.
 
-    Lines beyond a total size of `size_max`, and lines that the file refuses, are dropped and counted. A blocking
+    Lines beyond a total size of `size_max`, and lines that the file refuses, are dropped and counted. A blocking file
     descriptor stays blocking, because other processes may share the open file.
     """
 

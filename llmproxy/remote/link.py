@@ -71,10 +71,7 @@ class Frames(Generic[MessageT]):
         self._bytes = bytearray()
 
     def feed(self, data: bytes, handle: Callable[[MessageT], object]) -> None:
-        """Pass on the messages of the frames that these bytes complete, and report exceptions of `handle`.
-
-        Raises BrokenFrameError.
-        """
+        """Pass on the messages of the frames that these bytes complete. Raises BrokenFrameError."""
         buffer = self._bytes
         buffer += data
         begin = 0
@@ -90,10 +87,7 @@ class Frames(Generic[MessageT]):
                     messages = self._decoder.decode(view[begin + _LENGTH.size : end])
                 begin = end
                 for message in messages:
-                    try:
-                        handle(message)
-                    except Exception as error:  # noqa: BLE001 - a bug in one message must not lose the next ones
-                        _report_bug(message, error)
+                    handle(message)
         except (msgspec.DecodeError, RecursionError) as error:
             raise BrokenFrameError(str(error)) from None
         finally:
@@ -159,13 +153,19 @@ class Link(asyncio.Protocol, Generic[MessageT]):
         if not self.local:
             self._heard_s = self._loop.time()
         try:
-            self._frames.feed(data, self._on_message)
+            self._frames.feed(data, self._handle)
         except BrokenFrameError as error:
             if self._on_broken is not None:
                 self._on_broken(str(error))
             else:
                 _log.error("broken_frame", peer=str(self.peer), why=str(error)[:WHY_CHARS])
             self.abort()
+
+    def _handle(self, message: MessageT) -> None:
+        try:
+            self._on_message(message)
+        except Exception as error:  # noqa: BLE001 - a bug in one message must not lose the next ones
+            _report_bug(message, error)
 
     def connection_lost(self, exc: Exception | None) -> None:
         del exc

@@ -72,7 +72,7 @@ class AttemptRecord(Struct, kw_only=True, omit_defaults=True):
 
     @property
     def predicted(self) -> dict[str, float]:
-        """The predictions of the placement by name, without missing ones."""
+        """The predictions of the placement by name. Missing predictions are left out."""
         ttft, tpot = self.predicted_ttft, self.predicted_tpot
         predicted: dict[str, float] = (
             {} if self.expected_cached_tokens is None else {"cached_tokens": self.expected_cached_tokens}
@@ -86,7 +86,7 @@ class AttemptRecord(Struct, kw_only=True, omit_defaults=True):
 
 @dataclass(slots=True)
 class AttemptResult:
-    """The result of an attempt, as the loop needs it."""
+    """The result of an attempt: whether and how the attempt loop may retry."""
 
     verdict: Verdict = Verdict.CLIENT_GONE
     # Whether another backend may be tried; NO once the client has received a byte.
@@ -129,8 +129,9 @@ class Routing:
     tried: list[AttemptRecord] = field(default_factory=list)
 
     def queue_wait_s(self, now: float) -> float:
-        """Returns the seconds in the waiting room until `now`, over all attempts. Before the first lease, the seconds
-        since the arrival."""
+        """Returns the seconds that the request has waited for a backend until `now`, over all attempts. Before the
+        first lease, returns the seconds since the arrival.
+        """
         if self.lease is None:
             return now - self.request.arrived_s
         return self.waited_s + (0.0 if self.waits_since_s is None else now - self.waits_since_s)

@@ -106,15 +106,17 @@ class Dispatcher:
     def admit(
         self, request: Request, excluded: frozenset[str] = frozenset(), entry: AdmissionKind = AdmissionKind.NEW
     ) -> Admitted:
-        """Returns an async context manager that waits for a lease, and gives it back however the block ends.
+        """Returns an async context manager that waits for a lease, and gives the lease back however the block ends.
 
-        `entry` tells a new request from a further attempt. Entering raises Refused if the request is not admitted, or
-        is dropped from the waiting room. Cancellation while waiting removes the request.
+        `entry`: whether this is a new request or a further attempt. Entering the block raises Refused if the request is
+        not admitted, or is dropped from the waiting room. Cancellation while waiting removes the request.
         """
         return Admitted(self, request, excluded, entry)
 
     async def wait(self, request: Request, excluded: frozenset[str], entry: AdmissionKind) -> Lease:
-        """Wait for the lease of a request; see `admit`."""
+        """Waits for the lease of a request. Raises Refused if the request is not admitted, or is dropped from the
+        waiting room.
+        """
         if self.reserve is not None and request.limits and entry is AdmissionKind.NEW and not self.draining:
             await self.reserve(request)
         if not self.granting or (self.draining and entry is AdmissionKind.NEW):
@@ -135,7 +137,9 @@ class Dispatcher:
             raise
 
     def resume(self, request: Request, placed: Placed, at_s: float) -> Lease | None:
-        """Returns the lease of a running attempt that another scheduler granted, or None; see `Pools.resume`."""
+        """Returns the lease of a running attempt that another scheduler granted at `at_s`; None if this process does
+        not know the backend.
+        """
         number = self.pools.resume(request, placed, at_s)
         if number is None:
             return None
@@ -291,7 +295,9 @@ class Dispatcher:
     # --- for operators ------------------------------------------------------------------------------------------------
 
     def reconsider(self) -> None:
-        """Backends or settings changed: schedule a pass, and wake requests that wait for a model name."""
+        """Schedules a scheduling pass, because backends or settings changed, and wakes requests that wait for a model
+        name.
+        """
         self._wake_nameless()
         self._decide_soon()
 
@@ -301,9 +307,9 @@ class Dispatcher:
         self.reconsider()
 
     async def emptied(self, backend: str) -> None:
-        """Wait until nothing is in flight on a backend, and no other backend may still fetch a prompt from it.
+        """Waits until nothing is in flight on a backend, and no other backend may still fetch a prompt from it.
 
-        Drain the backend first, or it may get new requests meanwhile. Safe to cancel.
+        Drain the backend first. Otherwise it may get new requests meanwhile. Safe to cancel.
         """
         while not self._is_empty(backend):
             emptied = self._emptied.setdefault(backend, asyncio.Event())

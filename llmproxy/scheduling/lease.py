@@ -45,7 +45,7 @@ class Leasing(Protocol):
 
 
 class Lease(Struct, eq=False):
-    """The right to use one backend for one attempt. It is given back exactly once, at the end of its block."""
+    """The right to use one backend for one attempt. The lease is given back exactly once, at the end of its block."""
 
     grant: Grant
     # Reports an event of this lease to its lender. The time is on the clock of the loop.

@@ -185,17 +185,17 @@ class SharedLimits:
             self._alone.ended(request, now)
 
     def left_per_min(self, name: str, now: float) -> tuple[float | None, float | None]:
-        """Returns (None, None): the store is not called for these numbers."""
+        """Returns (None, None), because reading these numbers would need a call to the store."""
         del name, now
         return None, None
 
     def debts(self, now: float) -> dict[RateName, float]:
-        """Empty: the store keeps the debts."""
+        """Returns an empty dict, because the store has the debts."""
         del now
         return {}
 
     def restore(self, debts: Mapping[RateName, float], now: float) -> None:
-        """Does nothing: the store keeps the debts."""
+        """Does nothing, because the store has the debts."""
 
     def reconfigure(self, limits: Mapping[str, UsageLimit], now: float) -> None:
         """Apply other limits. Half of an old rate that is used up makes half of the new rate used up."""
@@ -220,7 +220,7 @@ class SharedLimits:
     # --- the store ----------------------------------------------------------------------------------------------------
 
     async def connect(self) -> None:
-        """Call the store until nothing waits, to learn whether it is reachable."""
+        """Calls the store until no charge waits, to learn whether it is reachable."""
         while await self._exchange():
             pass
 
@@ -251,7 +251,7 @@ class SharedLimits:
         await self._store.close()
 
     async def _exchange(self) -> bool:
-        """Make one call. Returns whether more charges or corrections wait."""
+        """Makes one call to the store. Returns whether more charges or corrections wait."""
         self._wake.clear()
         if self._timer is not None:
             self._timer.cancel()

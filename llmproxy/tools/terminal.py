@@ -66,7 +66,9 @@ def pressed(on_key: Callable[[str], None]) -> Iterator[None]:
 
 
 def printable(text: str, limit: int = NAME_MAX) -> str:
-    """`text` as one line of at most `limit` characters, without characters that control a terminal or reverse text."""
+    """Returns `text` as one line of at most `limit` characters, without characters that control a terminal or reverse
+    text.
+    """
     cut = text if len(text) <= limit else text[: limit - 1] + "…"
     return "".join(_shown(character) for character in cut)
 

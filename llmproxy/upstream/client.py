@@ -41,8 +41,8 @@ _Destination = tuple[str, PeerTls | None]
 class HttpUpstream:
     """The upstream port over HTTP/1.1. Close it by `close`, or use it as an async context manager.
 
-    `endpoints` has the addresses and TLS settings of the backends. At `connections_max` connections, the connection
-    that has been idle for longest is closed for a new one. If all are in use, there may be more.
+    `endpoints` has the addresses and TLS settings of the backends. If there are `connections_max` connections, the
+    connection that has been idle for longest is closed for a new one. If no connection is idle, there may be more.
     """
 
     def __init__(self, endpoints: Endpoints | None = None, connections_max: int = sys.maxsize) -> None:
@@ -194,7 +194,7 @@ async def _send(connection: BackendConnection, head: bytes, body: Body, size_byt
 
 
 def _head(url: URL, method: str, path_qs: str, headers: Headers, size_bytes: int) -> bytes:
-    """Returns the head of a request. Raises ValueError for text that would be parsed as more than one field."""
+    """Returns the head of a request. Raises ValueError for text that a server would parse as more than one field."""
     fields = [
         field
         for field in (headers.items() if isinstance(headers, Mapping) else headers)

@@ -31,8 +31,8 @@ _SWITCHING_PROTOCOLS = 101
 class ConnectionDropped(UpstreamBroken):
     """A reused connection broke before any byte of the response.
 
-    Most likely the backend closed its idle connection at the same moment, which says nothing about its health. `at_s`
-    is the time of the break, on the clock of the loop.
+    Most likely the backend closed its idle connection at the same moment, which says nothing about the backend's
+    health. `at_s` is the time of the break, on the clock of the event loop.
     """
 
     def __init__(self, why: str, at_s: float) -> None:
@@ -87,14 +87,12 @@ class BackendConnection(asyncio.Protocol):
 
     @property
     def usable(self) -> bool:
-        """Whether another request may be sent."""
         if self._exchange is not None or self._transport is None or self._transport.is_closing():
             return False
         # Unread bytes, or an unread end of the connection, precede the next request and are no response to it.
         return not self._unread.poll(0)
 
     def begin(self) -> HttpExchange:
-        """Begin a new exchange."""
         exchange = self._exchange = HttpExchange(self, self.used)
         self.used = True
         self._sent = self._heard = self._complete = self._surplus = self._persistent = False

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 def head(first_line: str, fields: Iterable[tuple[str, str]]) -> bytes:
     """Returns a request or status line and its fields, including the empty line.
 
-    Raises ValueError for a line break in any of them, which would add another field.
+    Raises ValueError for a line break in the first line or in a field, because it would add another field.
     """
     lines = [first_line]
     lines += [f"{name}: {value}" for name, value in fields]

@@ -86,9 +86,10 @@ class Exchange(Protocol):
 
 
 async def read_response_body(exchange: Exchange, bytes_max: int) -> bytes:
-    """Returns the whole body. A body above `bytes_max` is cut off at some length above it, and the connection is cut.
+    """Returns the whole body. A body longer than `bytes_max` is cut somewhere after `bytes_max` bytes, and so is the
+    connection.
 
-    Raises UpstreamBroken if the body is cut short by the backend.
+    Raises UpstreamBroken if the backend ends the body too early.
     """
     body = bytearray()
     try:
@@ -100,8 +101,6 @@ async def read_response_body(exchange: Exchange, bytes_max: int) -> bytes:
 
 
 class Upstream(Protocol):
-    """Sends requests to backends."""
-
     async def open(
         self,
         base_url: str,

@@ -223,7 +223,8 @@ async def ask_system(host: str) -> Sequence[Address]:
 
 def _local_addresses(host: str) -> Sequence[Address] | None:
     """Returns the addresses of an IP address or a localhost name (RFC 6761, section 6.3); None if a look-up is
-    needed."""
+    needed.
+    """
     if f".{host.rstrip('.').lower()}".endswith(".localhost"):
         return _loopback()
     try:

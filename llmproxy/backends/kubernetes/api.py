@@ -32,9 +32,9 @@ class ApiError(Exception):
 
 
 class KubernetesApi:
-    """Requests with the rights of this process. Call `close` at the end.
+    """Sends requests to the API server with the rights of this process. Call `close` at the end.
 
-    `url` is the URL of the server, None for the cluster in which this process runs.
+    `url` is the URL of the server; None means the cluster in which this process runs.
     """
 
     def __init__(self, url: str | None, account: Path = ACCOUNT) -> None:

@@ -30,7 +30,7 @@ POOL_GROUPS = ("inference.networking.k8s.io", "inference.networking.x-k8s.io")
 
 
 class WrongObjectError(Exception):
-    """An object is invalid, or not supported here."""
+    """An object that is invalid, or that uses a feature which llmproxy does not support."""
 
 
 def entries_of(objects: Iterable[tuple[str, CustomObject]], pools: Collection[tuple[str, str]]) -> Entries:
@@ -72,8 +72,9 @@ def _age(key: tuple[str, str, str], one: CustomObject) -> tuple[str, ...]:
 
 
 def _is_for(one: CustomObject, namespace: str, pools: Collection[tuple[str, str]]) -> bool:
-    """True if an object names one of these pools. Raises WrongObjectError and msgspec.ValidationError for invalid
-    references."""
+    """Returns whether an object names one of these pools. Raises WrongObjectError and msgspec.ValidationError for
+    invalid references.
+    """
     refs = msgspec.convert(one.spec, PoolRefs)
     named = [*([refs.pool_ref] if refs.pool_ref is not None else []), *(refs.pool_refs or ())]
     if any(
@@ -94,7 +95,7 @@ def _objective(name: str, spec: ObjectiveSpec) -> ObjectiveConfig:
 
 
 def _models(spec: RewriteSpec) -> list[ModelConfig]:
-    """The aliases of one object, in the order of its rules."""
+    """Returns the aliases that one object defines, in the order of its rules."""
     found = []
     for i, rule in enumerate(spec.rules):
         targets = _targets(rule, f"spec.rules[{i}].targets")

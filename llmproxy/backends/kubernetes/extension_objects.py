@@ -151,7 +151,6 @@ class ExtensionObjects:
         self._absent = absent
 
     async def close(self) -> None:
-        """Stop all watches; the entries stay."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

@@ -80,7 +80,7 @@ class KubernetesSource:
         return watched
 
     def _follow_selector(self) -> None:
-        """Watch the pods that the pool selects now."""
+        """Watches the pods that the selector of the InferencePool matches now."""
         if (pool := self._the_pool()) is not None:
             selector = ",".join(f"{key}={value}" for key, value in sorted(pool.spec.selector.match_labels.items()))
             if selector != self._selector:

@@ -177,7 +177,7 @@ class Watched(Generic[T]):
         return True
 
     def _take(self, raw: msgspec.Raw, before: Mapping[tuple[str, str], T], *, deleted: bool = False) -> str:
-        """Add, replace or remove one object. Returns its version, empty if it cannot be read."""
+        """Adds, replaces or removes one object. Returns the version of the object; empty if it cannot be read."""
         assert self.objects is not None
         found: T | _Unread
         try:

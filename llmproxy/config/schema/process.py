@@ -1,4 +1,4 @@
-"""Sections of the process: its clients, its ports, and the proxies with which it cooperates."""
+"""Sections about the process: its clients, its ports, and the other proxies of a cluster."""
 
 from __future__ import annotations
 

@@ -52,8 +52,8 @@ class LongestLoad:
 class PendingLoads:
     """The adapters that one backend may have to load for its requests.
 
-    The load for a stream is pending until its first byte. The end of a load for a non-streamed or cancelled request is
-    not visible, so the load is assumed to take the longest explained time.
+    The load for a stream is pending until the first byte of the stream. The end of a load for a non-streamed or
+    cancelled request is not visible, so this load is assumed to take the longest explained time.
     """
 
     def __init__(self, longest: LongestLoad) -> None:
@@ -105,7 +105,6 @@ class PendingLoads:
             self.add_unseen(now)
 
     def clear(self) -> None:
-        """Discards the pending loads."""
         self._pending.clear()
 
     def explained_s(self, since_s: float) -> float:

@@ -185,7 +185,7 @@ class Backend:
         return KnownLimit(*known, *self._kind)
 
     def answered(self, now: float) -> None:
-        """Notes a successful poll, with or without a reading."""
+        """Records a successful poll, with or without metrics."""
         self.health.poll_succeeded(now)
         if self.reading is None:
             self._numberless_polls += 1
@@ -344,7 +344,9 @@ class Backend:
         return self._reserved
 
     def reserve_slots(self, sequences: int) -> None:
-        """Reserves slots for a decode stage whose prompt another backend computes; a negative number releases them."""
+        """Reserves slots for a decode stage while another backend computes its prompt. A negative number releases
+        slots.
+        """
         self._reserved += sequences
         self._load_changed()
 
@@ -439,7 +441,7 @@ class Backend:
         return self._own.last_waiting(self.reading) if self.view(now).waiting else iter(())
 
     def view_without(self, leases: list[int], now: float) -> View:
-        """Returns the view as it will be after `leases` have ended."""
+        """Returns the view that the backend would have without `leases`."""
         view = self.view(now)
         kv_used = view.kv_used
         if view.kv_tokens:
@@ -465,7 +467,6 @@ class Backend:
         return None if self._changes_s == inf else self._changes_s
 
     def _changed(self) -> None:
-        """Discards the cached view."""
         self._view = self._outline = None
 
     def _load_changed(self, *, alone: bool = True) -> None:

@@ -78,7 +78,6 @@ class Catalogue:
 
     @property
     def pools(self) -> tuple[str, ...]:
-        """The names of all pools, sorted."""
         return tuple(self.names)
 
     @property
@@ -87,7 +86,6 @@ class Catalogue:
         return not self.expecting and bool(self._listings) and not self._unread
 
     def add(self, backend: str) -> None:
-        """Adds a backend without a listing."""
         if self._listings.setdefault(backend, None) is None:
             self._unread.add(backend)
 
@@ -98,7 +96,6 @@ class Catalogue:
         self._rebuild()
 
     def rename(self, aliases: Aliases) -> None:
-        """Replaces the configured aliases."""
         self.aliases = dict(aliases)
         self._rebuild()
 
@@ -143,7 +140,7 @@ class Catalogue:
         return self.members.get(backend)
 
     def pool_named(self, name: str) -> str:
-        """Returns the pool of a base model; the name itself if no backend lists it."""
+        """Returns the pool of a base model; `name` itself if no backend lists it."""
         return self._pool_named.get(name, name)
 
     def listed(self, backend: str, listing: Listing) -> bool:

@@ -35,7 +35,7 @@ class FailureRate:
         self._failed.append(failed)
 
     def forgive(self) -> None:
-        """Removes one failure, because the request caused it."""
+        """Removes one failure, because the request and not the backend caused it."""
         if True in self._failed:
             self._failed.remove(True)
 

@@ -1,4 +1,6 @@
-"""The health of a backend, from polls (active health checks) and from the outcomes of requests (passive ones)."""
+"""The health of a backend, from polls (active health checks) and from the results of requests (passive health
+checks).
+"""
 
 from __future__ import annotations
 
@@ -104,7 +106,7 @@ class Peers:
         return bool(others) and all(any(model in other.models for other in others) for model in than.models)
 
     def others_answered(self, than: Health, since_s: float) -> bool:
-        """Returns whether another backend has answered a poll since `since_s`, so that the network works."""
+        """Returns whether another backend has answered a poll since `since_s`, which shows that the network works."""
         return any(other.answered_s >= since_s for other in self.members.values() if other is not than)
 
 
@@ -342,7 +344,7 @@ class Health:
             self.try_eject(REFUSALS[verdict], now)
 
     def hangs(self, hang: Hang, now: float) -> bool:
-        """Ejects a backend that hangs, if its pool allows it. Returns whether it was ejected."""
+        """Ejects a backend that hangs, if `Peers` allows it. Returns whether the backend was ejected."""
         if not self.try_eject(hang.why(now), now):
             return False
         # If the backend answered no polls, any request may be the probe: later polls show whether it works again.
@@ -350,7 +352,7 @@ class Health:
         return True
 
     def slowed(self, why: str, now: float) -> bool:
-        """Ejects a backend that became slow, if its pool allows it. Returns whether it was ejected."""
+        """Ejects a backend that became slow, if `Peers` allows it. Returns whether the backend was ejected."""
         if not self.try_eject(why, now):
             return False
         self.slow = self.stream_probe = True

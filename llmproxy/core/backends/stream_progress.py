@@ -33,8 +33,8 @@ def follow_robustly(mean: float, observed: float, weight: float) -> float:
 class BackendStreams:
     """The streams of one backend, and its measured speed.
 
-    The speed of a span is the speed of the fastest stream in it, as a multiple of the pool's time, because a slow
-    reader proves nothing about an engine. Larger ratios are slower.
+    The speed in a span of time is the speed of the fastest stream, as a multiple of the pool's time per token, because
+    a slow reader proves nothing about an engine. A larger value is slower.
     """
 
     pending_loads: PendingLoads  # Adapter loads for the unstarted streams.
@@ -120,7 +120,7 @@ class BackendStreams:
 
 
 class StreamSpan(Struct, eq=False):
-    """A lease, and the span over which its speed is measured."""
+    """A stream, and the span of time over which its speed is measured."""
 
     backend: BackendStreams
     booked_s: float

@@ -53,7 +53,7 @@ class View(Struct, frozen=True):
     role: Role = Role.BOTH
 
     def has_room(self, ceiling: float) -> bool:
-        """Whether one more request fits under `ceiling`; an idle backend accepts any request."""
+        """Returns whether one more request fits under `ceiling`. An idle backend takes any request."""
         if not self.available:
             return False
         load, limit, look_ahead = self.load, self.limit, self.look_ahead

@@ -62,16 +62,15 @@ class LearnedLine:
             self.base = shift * self.slope
 
     def at(self, x: float) -> float:
-        """Returns the expected value at `x`."""
         return self.base + self.slope * x
 
 
 class FirstToken(LearnedLine):
     """Predicts, for one pool, the seconds from the grant to the first byte of an answer to x prompt tokens.
 
-    The time includes the wait inside the engine and the effect of the prefix cache at the current load, so it predicts
-    the first byte of a request from its prompt length alone. `PoolRates.prefill` is only the computing time of uncached
-    tokens. The initial guess is 0, so that no request is refused because of a guess.
+    The time includes the wait inside the engine and the effect of the prefix cache at the current load. So the length
+    of a prompt alone predicts its first byte. (`PoolRates.prefill` is only the computing time of uncached tokens.) The
+    initial guess is 0, so that no request is refused because of a guess.
     """
 
     def __init__(self) -> None:

@@ -44,7 +44,7 @@ class KvConnector(ABC):
     """Whether the prefill engine frees the blocks at once if the decode engine refuses the decode stage with a 4xx."""
 
     def __init__(self, lease_s: float) -> None:
-        """`lease_s` is how long the prefill engine keeps the blocks of a prompt for the decode engine."""
+        """`lease_s`: how long the prefill engine keeps the blocks of a prompt for the decode engine."""
         self.lease_s = lease_s
 
     @abstractmethod

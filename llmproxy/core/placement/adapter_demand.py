@@ -91,7 +91,6 @@ class AdapterDemand:
         self._asked: dict[str, DecayingRate] = {}
 
     def add(self, adapter: str, now: float) -> None:
-        """Counts a request of `adapter`."""
         asked = self._asked.pop(adapter, None) or DecayingRate(WINDOW_S)
         asked.add(1.0, now)
         self._asked[adapter] = asked

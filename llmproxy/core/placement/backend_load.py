@@ -87,7 +87,7 @@ class InFlight(Struct, eq=False):
 
 
 class BackendLoad:
-    """The load of one backend."""
+    """The load of one backend, as the cost placement predicts it."""
 
     def __init__(self) -> None:
         # Its speed relative to the pool.
@@ -134,7 +134,7 @@ class BackendLoad:
         self._mixed = False
 
     def answered(self, flight: InFlight, usage: Usage, rates: PoolRates, now: float) -> None:
-        """Learn from a non-streamed answer, unless it waited for an adapter or for an unknown time."""
+        """Learns from a non-streamed answer, unless the request waited for an adapter or for an unknown time."""
         steps = usage.output_tokens / flight.request.sequences
         if flight.began_s is None or flight.deferred or flight.cold_adapter or steps < 1.0 or now < self._learns_at_s:
             return
@@ -158,7 +158,8 @@ class BackendLoad:
 
     def queue_s(self, rates: PoolRates, now: float) -> float:
         """Returns the seconds until the backend has computed its prompts and loaded their adapters, plus the base time
-        of one prompt."""
+        of one prompt.
+        """
         base_s = rates.prefill.base * self.prefill.factor
         if not self.unstarted:
             return base_s

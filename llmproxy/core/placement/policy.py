@@ -77,11 +77,13 @@ class Placement(ABC):
         return None
 
     def explained(self) -> Sequence[Explained]:
-        """Returns the last choices with the prices of all candidates, the oldest first; empty without prices."""
+        """Returns the last decisions with the prices of all candidates, the oldest first; empty for a placement without
+        prices.
+        """
         return ()
 
     def learned(self, backends: Iterable[str], now: float) -> Learned | None:
-        """Returns the learned speed of the pool and of these backends; None for a placement without prices."""
+        """Returns the learned speed of the pool and of these backends; None for a placement that learns no speed."""
         return None
 
 

@@ -89,7 +89,7 @@ class PrefixIndex:
         return 0 if recent is None else recent.size
 
     def limit(self, backend: str) -> int:
-        """Returns the maximum number of indexed blocks of `backend`: its capacity, cut by calibration."""
+        """Returns the maximum number of indexed blocks of `backend`: its capacity, reduced by calibration."""
         recent = self._recent.get(backend)
         return self._capacity_blocks if recent is None else recent.limit
 
@@ -231,7 +231,9 @@ class InUse:
 
 
 def _run_end(generation: Mapping[int, object], hashes: Sequence[int], at: int, end: int) -> int:
-    """Returns the end of the run of blocks in `generation` that starts at `at`. The block at `at` must be in it."""
+    """Returns the position after the consecutive `hashes` from `at` on that are in `generation`. The hash at `at` must
+    be in it.
+    """
     while end - at > 1:
         middle = (at + end) >> 1
         if hashes[middle] in generation:

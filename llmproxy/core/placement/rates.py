@@ -1,4 +1,4 @@
-"""The speed of the backends of a pool, learned online from the proxy's own requests."""
+"""The speed of the backends of a pool, learned while the proxy runs from its own requests."""
 
 from __future__ import annotations
 

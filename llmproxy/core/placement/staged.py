@@ -36,8 +36,8 @@ SURE_S = 0.005
 def as_prefill(request: Request) -> Request:
     """Returns the prefill stage of `request`, which generates one token that the client does not see.
 
-    `stream` is set because the end of this stage shows the same as the first token of a stream: the prompt is computed.
-    The objective per output token is dropped.
+    The stage is marked as a stream, because its end shows the same as the first byte of a stream: the prompt is
+    computed. The objective per output token is dropped.
     """
     slo = request.slo
     if slo is not None and slo.tpot_s is not None:

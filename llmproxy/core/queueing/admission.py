@@ -55,7 +55,7 @@ class Admission:
         self._ordering = orderings.get(settings.ordering)(settings)
 
     def reconfigure(self, settings: Settings) -> None:
-        """Apply other settings. The ordering stays, because waiting requests were ranked by it."""
+        """Applies other settings. The ordering policy stays, because waiting requests were ranked by it."""
         self._settings = settings
 
     def enter(self, request: Request, excluded: frozenset[str], entry: AdmissionKind, now: float) -> list[Drop]:

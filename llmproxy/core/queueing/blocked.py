@@ -1,4 +1,4 @@
-"""Requests that wait outside their flows, because a usage limit is reached or their only backend has no room."""
+"""Requests that wait outside their flows, because a usage limit is reached or their only backend has no free slot."""
 
 from __future__ import annotations
 

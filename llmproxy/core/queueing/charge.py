@@ -17,7 +17,7 @@ class Charge(ABC):
     """
 
     def __init__(self, settings: Settings) -> None:
-        """A subclass reads its `settings` here, once."""
+        """Reads the `settings` of the charge. A subclass reads its settings here, once."""
 
     @abstractmethod
     def estimate(self, request: Request) -> float:
@@ -29,7 +29,9 @@ class Charge(ABC):
 
     @abstractmethod
     def final(self, request: Request, usage: Usage) -> float:
-        """Returns the final cost, also of an answer that was cut short. Called once per attempt; may learn from it."""
+        """Returns the final cost of an attempt, also if its answer was cut short. Called once per attempt; a subclass
+        may learn from it.
+        """
 
 
 charges: Registry[Callable[[Settings], Charge]] = Registry("charged resource")
@@ -66,7 +68,7 @@ class Tokens(Charge):
 
 @charges.register("requests")
 class Requests(Charge):
-    """A cost of 1 for each request, whatever its size."""
+    """The charge that costs 1 for each request, whatever its size."""
 
     def estimate(self, request: Request) -> float:
         return 0.0 if request.stage is DECODE else 1.0

@@ -55,7 +55,7 @@ class Deadlines:
             self._heaps[1].push(queued.due_s[1], queued, len(waiting))
 
     def set_pool_up(self, up: bool, now: float) -> None:
-        """Switch between the normal clock (a backend is `up`) and the hold clock (none is)."""
+        """Switches to the normal clock if a backend is `up`, else to the hold clock."""
         running = 0 if up or not self._no_backend_wait_s else 1
         clock = self._clocks[running]
         # Called with every event; the pool rarely changes.

@@ -10,10 +10,11 @@ would collect credit without limit."""
 
 
 class MinShares:
-    """A credit for each band: a waiting band earns its share of all granted work, and pays for its own grants.
+    """A credit for each band: a waiting band earns its share of all granted work, and pays for work that is granted to
+    it.
 
-    A band with credit goes before all other bands until the credit is used up. Bands without a configured share have
-    no credit.
+    A band with credit goes before all other bands until the credit is used up. Bands without a configured share have no
+    credit.
     """
 
     def __init__(self, shares: Mapping[int, float]) -> None:

@@ -1,4 +1,4 @@
-"""The occupancy of the waiting room relative to its limits, and its drain rate."""
+"""The requests, bytes and tokens in the waiting room relative to their limits, and the rate of grants."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class Full:
 class Occupancy:
     """Waiting requests, body bytes and estimated tokens (prompt and answer) of this process, over all pools.
 
-    Each of the three is limited per flow, per band and in total. Also records when each request began to wait.
+    Each of these three sums is limited per flow, per band and in total. The object also records when each request began
+    to wait.
     """
 
     def __init__(self, limits: QueueSettings) -> None:
@@ -50,7 +51,7 @@ class Occupancy:
         self._limits = limits
 
     def full(self, request: Request, without: Sequence[Request] = ()) -> Full | None:
-        """Returns the first limit that `request` would exceed (flow, band, total), None if it fits.
+        """Returns the first limit that `request` would exceed (of its flow, of its band, in total); None if it fits.
 
         `without`: requests of lower bands that are counted as if they had left.
         """

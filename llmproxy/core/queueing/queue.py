@@ -148,7 +148,9 @@ class Band:
         self._notify(self.fairness.entered, request, now)
 
     def ended(self, request: Request, met: bool | None, now: float) -> None:
-        """A request of this band ended; see `FairnessPolicy.ended`."""
+        """Records the end of a request of this band. `met`: whether its objective was met; None without an objective or
+        if the client left.
+        """
         self._notify(self.fairness.ended, request, met, now)
 
     def push(self, queued: Queued, now: float) -> None:

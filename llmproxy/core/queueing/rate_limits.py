@@ -55,7 +55,7 @@ class _Account:
 
 
 class RateLimits:
-    """Rates of this process alone, as token buckets."""
+    """Rate limits of this process alone, as token buckets."""
 
     def __init__(self, limits: Mapping[str, UsageLimit]) -> None:
         self._limits = limits

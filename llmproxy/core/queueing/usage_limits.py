@@ -30,7 +30,7 @@ class UsageLimits:
     """
 
     def __init__(self, limits: Mapping[str, UsageLimit], rates: Rates | None = None) -> None:
-        """Without `rates`, this process enforces the rate limits alone."""
+        """Creates the limits. Without `rates`, this process enforces the rate limits alone."""
         self._uses = {name: _Use(limit.in_flight) for name, limit in limits.items()}
         self._limits = limits
         self.rates = RateLimits(limits) if rates is None else rates
@@ -50,7 +50,7 @@ class UsageLimits:
         return self._uses.get(name, _UNLIMITED)
 
     def _tidy(self, name: str) -> None:
-        """Forget a removed limit once nothing is in flight under it."""
+        """Forgets a limit that was removed from the settings, once nothing is in flight under it."""
         if name not in self._limits and not self._uses[name].in_flight:
             del self._uses[name]
 

@@ -138,7 +138,6 @@ class WaitingRoom:
         return waited
 
     def set_wait_reason(self, level: int, reason: WaitReason, now: float) -> None:
-        """Record why the band `level` waits."""
         self._wait_reasons[level] = now, reason
 
     def waited(self, queued: Queued) -> Waited | None:
@@ -167,7 +166,7 @@ class WaitingRoom:
     def newest_below(self, level: int) -> Generator[Queued, None, None]:
         """Yields the requests of bands below `level`: the lowest band first, and in a band the newest request first.
 
-        Close the iterator before any change.
+        Close the iterator before any other change of the waiting room.
         """
         for lower in reversed(self.order):
             if lower < level:

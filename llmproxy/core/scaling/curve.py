@@ -1,9 +1,9 @@
-"""The time of an engine step as a function of its sequences and prompt tokens.
+"""The time of an engine step as a function of its sequences and prompt tokens:
 
     step_s = base_s + sequence_s * sequences + token_s * prompt tokens in the step
 
-A least squares fit over finished answers with a half-life of a quarter of an hour. The lines for placement forget
-within fifty observations, to follow a changing backend. The number of replicas must not follow random differences
+A least squares fit over finished answers with a half-life of a quarter of an hour. The functions for placement forget
+within fifty observations, to follow a changing backend, but the number of replicas must not follow random differences
 between so few answers.
 """
 

@@ -9,8 +9,6 @@ from msgspec import Struct
 
 
 class Group(Struct, frozen=True):
-    """A kind of replica."""
-
     name: str
     # Price of a replica, in any unit.
     cost: float = 1.0

@@ -45,7 +45,6 @@ class SizeClass:
     block_squares: float = 0.0
 
     def learn(self, output_tokens: float, weight: float) -> None:
-        """Learn from an answer of `output_tokens`."""
         self.output_tokens = follow(self.output_tokens, output_tokens, weight)
         self.output_squares = follow(self.output_squares, output_tokens * output_tokens, weight)
         self.block += 1
@@ -140,7 +139,7 @@ class Mix:
         self.restored = False
 
     def restore(self, sizes: Sequence[tuple[int, int, float, float]], squares: Sequence[float]) -> bool:
-        """Begin with the size classes of an earlier process. Returns False, and changes nothing, if they are invalid.
+        """Takes over the size classes of an earlier process. Returns False, and changes nothing, if they are invalid.
 
         Args:
             sizes: (Class, answers seen, mean output tokens, cached share).
@@ -165,7 +164,6 @@ class Mix:
         return True
 
     def arrived(self, prompt_tokens: int, now: float) -> None:
-        """Count a new request."""
         slot = int(now) // SLOT_S
         if slot != self._slot:
             self._slot = slot

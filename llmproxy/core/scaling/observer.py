@@ -222,7 +222,9 @@ class PoolScaling(LeaseObserver):
     # --- the number ----------------------------------------------------------------------------------------------
 
     def need(self, learned: Learned | None, replicas: Sequence[ReplicaFacts], kv_full_ratio: float, now: float) -> Need:
-        """Returns the need of the pool now. `learned` is None if the placement learns no times."""
+        """Returns the number of replicas that the pool needs now. `learned` is None if the placement learns no
+        times.
+        """
         if learned is not None:
             self._attention = learned.prefill_attention
         while self._adapters and next(iter(self._adapters.values())) < now - ADAPTERS_S:
@@ -322,5 +324,5 @@ def replica_facts(view: View, limit: BatchLimit, pace: BackendPace | None, ceili
 
 
 def _relative_speed(pace: BackendPace) -> float:
-    """Returns the speed of a backend relative to the usual replica of its pool."""
+    """Returns the speed of a backend relative to a replica of the usual speed in its pool."""
     return 2.0 / max(0.1, pace.prefill_factor + pace.step_factor)

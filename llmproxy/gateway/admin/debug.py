@@ -223,7 +223,9 @@ class AdminPages:
         return {name: value for name, value in fields.items() if name != "waited"} | self.waited(position.waited)
 
     def waited(self, waited: Waited | None) -> dict[str, Any]:
-        """Return why a request waited, as fields of a page. The field `waited_for` is None if nothing delayed it."""
+        """Returns why a request waited, as fields of a page. The field `waited_for` is None if the request was not
+        delayed.
+        """
         if waited is None:
             return {"waited_for": None, "went_first": []}
         first = [(self._name(level), flow, count) for level, flow, count in waited.went_first]

@@ -108,7 +108,7 @@ class LivePages:
         return self._static.serve if path == UI or path.startswith(f"{UI}/") else self.pages.get(path)
 
     def _live(self, request: web.BaseRequest) -> web.Response:
-        """Current snapshot; 204 if the client already has it."""
+        """Returns the current snapshot; 204 if the client already has it."""
         if request.query.get("since") == str(self._recorder.history.last_s):
             return web.Response(status=204, headers=UNSTORED)
         packed = "gzip" in request.headers.get("accept-encoding", "")

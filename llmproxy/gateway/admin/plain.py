@@ -44,7 +44,7 @@ _EVENTS: _Columns = (
 
 
 def plain_page(document: Mapping[str, Any]) -> str:
-    """A document of `/debug/live` as HTML. All its texts are escaped."""
+    """Returns a document of `/debug/live` as HTML, with all texts escaped."""
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>llmproxy</title>',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',

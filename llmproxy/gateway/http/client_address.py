@@ -32,8 +32,6 @@ ADDRESSES_MAX = 10_000
 
 
 class Client(NamedTuple):
-    """The client of a request."""
-
     # The nearest address outside the trusted proxies, for limits and logs.
     address: str
     # Whether the request seems to come from this address itself. Otherwise the address gives no rights.
@@ -61,8 +59,6 @@ class InNetworks(dict[str, bool]):
 
 
 class Clients:
-    """Finds the client of a request."""
-
     def __init__(self, trusted_proxies: Sequence[Network]) -> None:
         self._proxied = InNetworks(trusted_proxies)
 
@@ -96,13 +92,13 @@ _known_client = lru_cache(maxsize=1024)(_direct_client)
 
 
 def _from_foreign_page(fields: Mapping[str, str]) -> bool:
-    """Whether a web page of another server sent the request, in a browser at the client's address."""
+    """Returns whether a browser at the client's address sent the request for a web page of another server."""
     origin = fields.get("origin")
     return origin is not None and origin.lower().partition("://")[2] != fields.get("host", "").lower()
 
 
 def _address(entry: str) -> str | None:
-    """The address in an entry of `X-Forwarded-For`, without its port; None if the entry is no address."""
+    """Returns the address in an entry of `X-Forwarded-For`, without its port; None if the entry is no address."""
     text = entry.strip()
     if text.startswith("["):
         text = text[1:].partition("]")[0]

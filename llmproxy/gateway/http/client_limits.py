@@ -55,9 +55,9 @@ class ClientLimits:
             del self._open_by[key]
 
     def count_request(self, address: str, now: float) -> None:
-        """Count a request. Raises Failure (429) if the address exceeds its rate.
+        """Counts a request. Raises Failure (429) if the address exceeds its rate.
 
-        The token bucket of each address has room for the requests of one second, and for at least one request.
+        An address may send its requests of one second at once, and at least one request.
         """
         rate = self._limits.address_requests_per_s
         if rate is None:
@@ -75,7 +75,6 @@ class ClientLimits:
 
     @property
     def open(self) -> int:
-        """The number of open connections."""
         return self._open
 
 

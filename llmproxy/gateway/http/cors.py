@@ -38,10 +38,10 @@ class Cors:
         return cls(config.clients.allowed_origins) if config.clients.allowed_origins else None
 
     def preflight(self, request: web.BaseRequest) -> web.Response | None:
-        """The answer to a preflight; None for any other request.
+        """Returns the answer to a preflight; None for any other request.
 
-        Every header field is allowed: no field contains a secret that a page does not know, and SDKs add their own
-        fields. Raises Failure (403) for an origin that is not allowed.
+        Every header field is allowed, because no field contains a secret that a page does not know, and SDKs add their
+        own fields. Raises Failure (403) for an origin that is not allowed.
         """
         asked = request.headers
         origin = asked.get("origin")

@@ -1,4 +1,4 @@
-"""Errors as clients of each API expect them: a JSON body before the first byte, one SSE event after it."""
+"""Makes errors in the format of each API: a JSON body before the first byte of an answer, an SSE event after it."""
 
 from __future__ import annotations
 
@@ -136,7 +136,9 @@ def nothing_at(path: str) -> Failure:
 
 
 def error_body(dialect: Dialect, status: int, message: str, param: str | None = None) -> bytes:
-    """The JSON body of an error, in Anthropic's format on Anthropic's routes, else in OpenAI's as vLLM writes it."""
+    """Returns the JSON body of an error: in Anthropic's format on Anthropic's routes, otherwise in OpenAI's format as
+    vLLM writes it.
+    """
     if dialect is Dialect.ANTHROPIC:
         kind = _ANTHROPIC_TYPES.get(status, "api_error")
         return orjson.dumps({"type": "error", "error": {"type": kind, "message": message}})

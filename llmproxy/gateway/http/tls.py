@@ -91,7 +91,6 @@ class ClientTls:
         return True
 
     async def watch(self) -> None:
-        """Check the files regularly until cancelled."""
         while True:
             await asyncio.sleep(CHECK_S)
             self.renew()

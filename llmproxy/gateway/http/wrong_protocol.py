@@ -15,7 +15,7 @@ _STREAM = (1).to_bytes(4, "big")
 
 
 class WrongProtocol(Failure):
-    """The first bytes of a connection belong to another protocol. `hint` says what operators can do."""
+    """The failure of a connection whose first bytes belong to another protocol. `hint` is advice for operators."""
 
     def __init__(self, message: str, hint: str, status: int = 400) -> None:
         super().__init__(Outcome.BAD_REQUEST, message, status=status)

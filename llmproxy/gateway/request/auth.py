@@ -133,7 +133,7 @@ def _tenant(config: Config, entry: TenantConfig) -> Tenant:
 
 
 def _salt(entry: TenantConfig) -> bytes | None:
-    """The secret of a tenant, the same in every process that has this configuration."""
+    """Returns the secret of a tenant. It is the same in every process that has this configuration."""
     if entry.cache_salt is None:
         return None
     # The owner of this key can compute the secret, but gains nothing beyond the rights of the key.

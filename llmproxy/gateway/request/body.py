@@ -1,4 +1,4 @@
-"""Reads the bytes of a request body from the client, within its limits of size and time."""
+"""Reads the bytes of a request body from the client, within limits of size and time."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class BodyBudget:
 
 
 class BufferedBody:
-    """The share of one request in a `BodyBudget`, until it is released."""
+    """The bytes of one request in a `BodyBudget`, until they are released."""
 
     __slots__ = ("_budget", "on_refused", "refused", "size")
 

@@ -261,8 +261,6 @@ def read_form(body: bytes, content_type: str, session_members: Sequence[str] = (
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """The size of a text member."""
-
     text_bytes: int = 0
     # The exact number of tokens, if the member contains token ids.
     tokens: int | None = None
@@ -317,12 +315,11 @@ def _number(value: Any) -> int:
 
 
 def _count(value: Any) -> int | None:
-    """`value` if it is a positive integer, else None. The engine reports invalid values."""
+    """Returns `value` if it is a positive integer, else None. The engine reports invalid values."""
     return value if type(value) is int and value > 0 else None
 
 
 def _parsed_size(name: str, value: Any) -> _Size:
-    """The size of a parsed text member."""
     if not isinstance(value, list) or not value:
         return _text_size(value, name == "tools")
     if type(value[0]) is int:

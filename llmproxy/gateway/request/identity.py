@@ -166,11 +166,11 @@ class Identity:
     def classify(
         self, headers: Mapping[str, str], trusted: bool, requested: str, target: str, tenant: Tenant = NO_TENANT
     ) -> RequestClass:
-        """The class of a request of `tenant` for the model name `requested`, which resolves to `target`.
+        """Returns the class of a request of `tenant` for the model name `requested`, which resolves to `target`.
 
         A trusted header takes precedence over the tenant, and the tenant over the model. No request gets above its
-        tenant's `band_max`. Without `band_max`, a header cannot raise the band, unless the tenant is trusted.
-        Raises Failure (400) for a header that counts and is not valid.
+        tenant's `band_max`. Without `band_max`, a header cannot raise the band, unless the tenant is trusted. Raises
+        Failure (400) for an invalid header of a trusted client.
         """
         named = _first(headers, OBJECTIVE_HEADERS) if trusted else None
         objective, unknown = _NOTHING, None
@@ -241,7 +241,9 @@ def _model_objective(config: Config, model: ModelConfig) -> _Objective:
 
 
 def _milliseconds(headers: Mapping[str, str], names: Sequence[str]) -> float | None:
-    """The first of these headers, converted from milliseconds to seconds; None if absent. Raises Failure (400)."""
+    """Returns the value of the first of these headers, converted from milliseconds to seconds; None if all are absent.
+    Raises Failure (400).
+    """
     given = _first(headers, names)
     if given is None:
         return None

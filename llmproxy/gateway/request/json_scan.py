@@ -67,7 +67,7 @@ class Kind(Enum):
 
 @dataclass(slots=True)
 class Member:
-    """The value of a member, `body[start:end]`, and counts of its content."""
+    """The value of a member, `body[start:end]`, and counts of its content, such as text bytes."""
 
     kind: Kind
     start: int
@@ -83,7 +83,9 @@ class Member:
 
 
 def is_media(head: bytes) -> bool:
-    """Whether a string longer than MEDIA_BYTES, given by its first MEDIA_HEAD_BYTES, is a data URL or base64."""
+    """Returns whether a long string is a data URL or base64. `head` has the first MEDIA_HEAD_BYTES of a string longer
+    than MEDIA_BYTES.
+    """
     return _MEDIA.match(head) is not None
 
 
@@ -291,7 +293,7 @@ def _container(body: bytes, container: Member, slice_bytes: int) -> Slices[None]
 
 
 def _closes(brackets: bytes, state: _ScanState) -> bool:
-    """Whether the depth falls to zero somewhere in these brackets."""
+    """Returns whether the nesting depth falls to zero somewhere in these brackets."""
     if not brackets:
         return False
     steps = memoryview(brackets.translate(_STEPS)).cast("b")
@@ -299,7 +301,7 @@ def _closes(brackets: bytes, state: _ScanState) -> bool:
 
 
 def _end_in(masked: bytes, state: _ScanState) -> int:
-    """The position after the bracket that closes the container, in a piece that contains it."""
+    """Returns the position after the bracket that closes the container. `masked` must contain this bracket."""
     depth, in_string = state.arrays_open + state.objects_open, state.in_string
     for mark in _MARKS.finditer(masked):
         byte = mark.group()
@@ -313,7 +315,9 @@ def _end_in(masked: bytes, state: _ScanState) -> int:
 
 
 def _add_strings(body: bytes, at: int, container: Member, state: _ScanState, parts: list[bytes], added: int) -> None:
-    """Add the strings of one piece, given as its parts between quotes, and advance `state` past the piece."""
+    """Adds the strings of one slice to the counts, and advances `state` past the slice. `parts` is the slice, split at
+    its quotes.
+    """
     was_in_string, whole = state.in_string, len(parts) > 1
     inside = parts[not was_in_string :: 2]
     state.in_string = was_in_string != (len(parts) % 2 == 0)

@@ -91,7 +91,7 @@ class ParsedBody:
 
     @property
     def stores(self) -> bool:
-        """Whether the engine may store its response, which is the default."""
+        """Whether the engine may store the response to this request, which is the default."""
         return as_bool(self.response_members.get(STORE, True)) is True
 
     def text(self, name: str) -> str | None:

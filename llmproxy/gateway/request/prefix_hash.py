@@ -88,7 +88,7 @@ class Chain:
     salt: str | None = None
 
     def extended(self, text: bytes) -> Chain:
-        """The chain of this prompt followed by `text`. The cost depends only on the length of `text`."""
+        """Returns the chain of this prompt followed by `text`. The cost depends only on the length of `text`."""
         data = self.tail + text
         blocks = min(len(data) // BLOCK_BYTES, BLOCKS_MAX - len(self.hashes))
         digest, last, hashes = xxh64_intdigest, self.last, []
@@ -105,7 +105,7 @@ class Chain:
 
 
 class SystemText:
-    """Passes a text that arrives in pieces to `sink`, without its first line if that begins with HEADER."""
+    """Passes a text that arrives in pieces to `sink`. A first line that begins with HEADER is left out."""
 
     def __init__(self, sink: Callable[[bytes], object]) -> None:
         self._sink = sink
@@ -201,7 +201,7 @@ def _member(out: list[bytes], name: str, value: Any) -> None:
 
 
 def _tool(tool: Any) -> Any:
-    """Returns a tool without `cache_control`, which only the API uses."""
+    """Returns a tool without `cache_control`, which vLLM ignores."""
     if type(tool) is not dict:
         return tool
     return {name: value for name, value in tool.items() if name != CACHE_CONTROL}

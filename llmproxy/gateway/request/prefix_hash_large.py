@@ -1,8 +1,7 @@
 """Computes the chain of `prefix_hash` for a large body, in slices.
 
 A parser would block the loop. Instead, one pass over the JSON writes the canonical bytes value by value, and long
-strings piece by piece. The chain is limited: at most two megabytes of text are read, and the media and skipped members
-between them.
+strings piece by piece. At most two megabytes of text are read, and the media and skipped members between them.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ def _salt(body: bytes, member: Member | None) -> Any:
 
 
 class _EndError(Exception):
-    """The chain ends here: it is full, or the rest cannot be read."""
+    """Ends the chain, because it is full or the rest of the body cannot be read."""
 
 
 class _NoPromptError(Exception):
@@ -123,7 +122,6 @@ class _CanonicalReader:
         self._values_due = _VALUES_PER_SLICE
 
     def chain(self) -> Chain:
-        """The chain of the members read so far."""
         self._chain = self._chain.extended(b"".join(self._written))
         self._written = []
         return self._chain
@@ -168,7 +166,7 @@ class _CanonicalReader:
         return self._body[self._at]
 
     def _list(self, read: Callable[[], Slices[None]]) -> Slices[None]:
-        """Read the items of the list that begins here, one call for each."""
+        """Reads the list at the present position, with one call of `read` for each item."""
         self._at += 1
         while self._next(_SEPARATORS) != 0x5D:
             yield from read()
@@ -319,7 +317,7 @@ class _CanonicalReader:
                 self._write(b"".join(written))
 
     def _json(self, sink: _Sink, outside: int = 0) -> Slices[None]:
-        """Pass the next value to `sink` as orjson would write it, inside `outside` levels of other containers."""
+        """Passes the next value to `sink` as orjson would write it. `outside` is the number of containers around it."""
         depth = 0
         while True:
             first = self._next(_BLANKS)
@@ -356,7 +354,7 @@ class _CanonicalReader:
         return bytes(memoryview(orjson.dumps(orjson.loads(match.group()))))  # A copy, as in `_item` of `prefix_hash`.
 
     def _string(self, sink: _Sink, *, as_json: bool) -> Slices[None]:
-        """Pass the text of the next string to `sink`, without quotes; with `as_json`, escaped as orjson does it."""
+        """Passes the text of the next string to `sink`, without quotes; with `as_json`, escaped as orjson does."""
         body, end = self._body, self._end
         self._at += 1
         while True:

@@ -25,7 +25,7 @@ _COMPLETION_TOKENS = 16
 
 
 class RequestLimits:
-    """The request limits of one configuration. False if there are none."""
+    """The request limits of one configuration. The object is false if there are no limits."""
 
     def __init__(self, config: Config) -> None:
         self._tenants = {one.name: one.limits for one in config.tenants if _has_request_limit(one.limits)}

@@ -1,4 +1,4 @@
-"""A weighted sum of scores, like the scorers of Kubernetes endpoint pickers, behind this proxy's waiting room."""
+"""A weighted sum of scores, like the scorers of Kubernetes endpoint pickers, with this proxy's queue in front."""
 
 from __future__ import annotations
 

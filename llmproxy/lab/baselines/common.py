@@ -60,7 +60,7 @@ def best(views: Sequence[View], scores: Sequence[float], terms: Mapping[str, Seq
 
 
 class ImmediatePlacement(Placement):
-    """A router without a queue: it binds each request at once, so limits and bands have no effect."""
+    """A router without a queue: each request gets a backend at once, so limits and bands have no effect."""
 
     def place(
         self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
@@ -69,7 +69,7 @@ class ImmediatePlacement(Placement):
         return self.choose(request, found) if isinstance(found, list) else found
 
     def choose(self, request: Request, views: Sequence[View]) -> Placed:
-        """Returns the choice. `views` must not be empty."""
+        """Returns the chosen backend. `views` must not be empty."""
         raise NotImplementedError
 
 

@@ -1,8 +1,9 @@
 """Routers for disaggregated prefill and decode.
 
-Each router chooses both replicas when a request comes. Two simplifications: if the decode replica is gone when the
-prompt is computed, the router chooses another; and without a prefill replica, the decode replica computes the prompt.
-The real routers answer with an error, or as configured. In a fleet without roles, only the decode policy chooses.
+Each router chooses both replicas when a request comes. There are two simplifications. If the decode replica is gone
+when the prompt is computed, the router chooses another replica. Without a prefill replica, the decode replica computes
+the prompt. The real routers answer with an error, or as configured. In a fleet without roles, only the decode policy
+chooses.
 """
 
 from __future__ import annotations

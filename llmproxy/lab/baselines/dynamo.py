@@ -32,7 +32,7 @@ class Active:
         self._sums: dict[str, int] = {}
 
     def with_prompt(self, blocks: dict[Block, int], views: Sequence[View]) -> list[int]:
-        """Returns, for each of `views`, the engine blocks in use if it got the prompt of `blocks`."""
+        """Returns, for each of `views`, the engine blocks that would be in use with the prompt of `blocks`."""
         own = sum(map(_blocks_of, blocks.values()))
         shared = self._index.matches(blocks, unbroken=True)
         found = []
@@ -131,7 +131,8 @@ class PredictedCaches:
 
 
 class KvCost(ImmediatePlacement):
-    """The lowest prefill_scale * max(prefill blocks - overlap * cached blocks, 0) + decode blocks wins.
+    """Takes the backend with the lowest prefill_scale * max(prefill blocks - overlap * cached blocks, 0) + decode
+    blocks.
 
     Prefill blocks: this prompt, and the uncached part of prompts without a first byte. Decode blocks: this prompt and
     all prompts in flight, without their answers. Blocks have 16 tokens. Ties are drawn at random.

@@ -205,7 +205,7 @@ class EndpointPicker(Placement):
         return self.choose(request, found)
 
     def choose(self, request: Request, views: Sequence[View]) -> Placed:
-        """Returns the choice. `views` must not be empty."""
+        """Returns the chosen backend. `views` must not be empty."""
         tokens, size = self._around.prompts[request.id].tokens, self._around.block_tokens
         blocks = self._blocks(request)
         matches = self._index.match(blocks)

@@ -22,7 +22,8 @@ class BlockIndex:
         self._holders: dict[Block, int] = {}
 
     def matches(self, blocks: Iterable[Block], *, unbroken: bool) -> dict[str, int]:
-        """Returns how many of a prompt's `blocks` each backend has, up to the first block that no backend has.
+        """Returns how many of a prompt's `blocks` each backend has. Blocks after the first block that no backend has
+        are ignored.
 
         With `unbroken`, the count of a backend ends at its first missing block. Backends without a block are left out.
         """

@@ -22,7 +22,9 @@ class AtRandom(ImmediatePlacement):
 
 
 class RoundRobinRouter(ImmediatePlacement):
-    """The healthy backends in turn, in the order of their names, like the router of production-stack."""
+    """Takes the healthy backends one after the other, in the order of their names, like the router of
+    production-stack.
+    """
 
     def __init__(self) -> None:
         self._asked = 0
@@ -35,7 +37,7 @@ class RoundRobinRouter(ImmediatePlacement):
 
 
 class LeastRequest(Counting):
-    """The backend with the fewest of the router's own requests in flight. Ties are drawn at random."""
+    """Takes the backend with the fewest requests in flight from this router. Ties are drawn at random."""
 
     def __init__(self, rng: Random) -> None:
         super().__init__()
@@ -47,7 +49,7 @@ class LeastRequest(Counting):
 
 
 class PowerOfTwo(LeastRequest):
-    """The less loaded of two backends that are drawn at random (Mitzenmacher, "The power of two choices", 2001)."""
+    """Takes the less loaded of two random backends (Mitzenmacher, "The power of two choices", 2001)."""
 
     def choose(self, request: Request, views: Sequence[View]) -> Placed:
         return super().choose(request, views if len(views) < 2 else self._rng.sample(views, 2))

@@ -12,7 +12,7 @@ from llmproxy.core.policy_registry import Registry
 
 @dataclass(frozen=True, slots=True)
 class KnownPrompt:
-    """The facts that a proxy can read from the text of a prompt."""
+    """The properties of a prompt that a proxy can read from its text."""
 
     tokens: int
     # Ids as in `Arrival.blocks`, without the answer. Each adapter has ids of its own.

@@ -68,7 +68,7 @@ class SentRates:
 
 
 class Session(ImmediatePlacement):
-    """The owner of the session's key on a hash ring; without a session, the backend with the lowest request rate.
+    """Takes the owner of the session's key on a hash ring; without a session, the backend with the lowest request rate.
 
     The rate counts all requests that this router sent, running or ended. Of equal backends, the first is chosen.
     """

@@ -53,7 +53,7 @@ Outcomes = Counter[str]
 
 
 class DemoClients:
-    """Clients that send one request each, as `sources` generate them. `sources` may change at any time."""
+    """Clients that send one request each. `sources` generate the requests, and may change at any time."""
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self._session = session

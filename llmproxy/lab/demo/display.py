@@ -43,7 +43,7 @@ class Display:
 
     @contextmanager
     def drawn(self) -> Iterator[None]:
-        """On a terminal, redraw the picture in place during the block."""
+        """Within the block, redraws the picture in place if the output is a terminal."""
         if not self._drawn:
             yield
             return

@@ -64,7 +64,9 @@ SCENES = (FLOOD, BURST, NOISY, SLOW, KILL, ADAPTER)
 
 
 def playable_scenes(single_replica: bool) -> tuple[Scene, ...]:
-    """Returns the scenes that can be played. A single replica is never killed: no other could take its requests."""
+    """Returns the scenes that can be played. A single replica is never killed, because no other could take its
+    requests.
+    """
     return tuple(scene for scene in SCENES if not (single_replica and scene is KILL))
 
 

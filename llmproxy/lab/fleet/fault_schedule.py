@@ -19,9 +19,10 @@ FIELDS = {
 
 
 def schedule(faults: Iterable[Fault], replicas: Mapping[str, SimulatedServer], start_s: float) -> None:
-    """Schedule the begin and end of each fault. The trace begins at the loop's time `start_s`.
+    """Schedules the begin and end of each fault. The trace begins at the loop's time `start_s`.
 
-    At one moment, faults end before others begin. Otherwise they keep the order of `faults`.
+    If a fault ends and another begins at the same time, the end comes first. Otherwise the order is the order of
+    `faults`.
     """
     loop = asyncio.get_running_loop()
     moments: list[tuple[float, bool, Fault, SimulatedServer]] = []
@@ -38,9 +39,9 @@ def schedule(faults: Iterable[Fault], replicas: Mapping[str, SimulatedServer], s
 
 
 def _walk(moments: deque[tuple[float, bool, Fault, SimulatedServer]], loop: asyncio.AbstractEventLoop) -> None:
-    """Begin and end the faults that are due, and set one timer for the next moment.
+    """Begins and ends the faults that are due, and sets one timer for the next time.
 
-    Separate timers of one moment would run in any order.
+    Separate timers for the same time would run in any order.
     """
     while moments and moments[0][0] <= loop.time():
         _, begins, fault, replica = moments.popleft()

@@ -26,7 +26,7 @@ class Refusing(Exception):  # noqa: N818
 
 
 class Leaving(Exception):  # noqa: N818
-    """The server drains: it completes its requests and accepts no new ones."""
+    """The server drains: it completes its running requests and accepts no new requests."""
 
 
 class TooLong(Exception):  # noqa: N818

@@ -55,7 +55,7 @@ class KvConnector:
         self._fetching: dict[str, KeptKv] = {}
 
     def restarted(self, engine: Engine) -> None:
-        """A new process starts with this engine. The pinned blocks of the previous process are gone."""
+        """Starts with the engine of a new process. The pinned blocks of the previous process are gone."""
         for lease in self._leases.values():
             if lease is not None:
                 lease.cancel()
@@ -102,17 +102,19 @@ class KvConnector:
     # --- KV of others -------------------------------------------------------------------------------------------------
 
     def accepted(self, request_id: str, kept: KeptKv) -> None:
-        """A request arrived with its KV cache on another server."""
+        """Records a request whose KV blocks are on another server."""
         self._fetching[request_id] = kept
         kept.hold()
 
     def left(self, request_id: str) -> None:
-        """A request ended. A transfer that has begun continues to its end."""
+        """Records the end of a request. A transfer that has begun continues to its end."""
         if (kept := self._fetching.pop(request_id, None)) is not None:
             kept.release()
 
     def fetch(self, request_id: str, tokens: int, ended: Callable[[bool], None]) -> None:
-        """Read the KV cache of a request. `ended` is called with the success, unless this server dies earlier."""
+        """Reads the KV blocks of a request. `ended` is called with whether that succeeded, unless this server dies
+        earlier.
+        """
         kept, engine = self._fetching.pop(request_id), self.engine
         known = id(kept.engine) in self._known
         if kept.reachable:

@@ -1,4 +1,4 @@
-"""The caches as a subscriber to the KV events of the engines sees them: 10 ms late, and wrong if events were lost."""
+"""The caches as the KV events of the engines show them to a subscriber: 10 ms late, and wrong if events were lost."""
 
 from __future__ import annotations
 

@@ -66,7 +66,6 @@ class ScaledFleet:
         self.trail.append((look.now, wanted, len(self._serving)))
 
     def end(self, now: float) -> None:
-        """Stop scaling and cancel starts."""
         self._count(now)
         for timer in self._starting.values():
             timer.cancel()

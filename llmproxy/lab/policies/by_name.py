@@ -74,8 +74,8 @@ def names() -> tuple[str, ...]:
 def plan_named(text: str, config: Config) -> PolicyPlan:
     """Returns the plan of a policy like `blend` or `blend(look_ahead=0,fairness=fcfs)`.
 
-    Parameters of own policies are keys of the `scheduling` section; each baseline has parameters of its own. Ceilings
-    are written like `ceilings=1/0.95/0.85`, for critical, default and sheddable.
+    The parameters of llmproxy's policies are keys of the `scheduling` section; each baseline has its own parameters.
+    Ceilings are written like `ceilings=1/0.95/0.85`, for critical, default and sheddable.
 
     Raises ValueError, which lists the known policies.
     """

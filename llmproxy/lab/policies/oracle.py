@@ -45,7 +45,7 @@ class _Held:
 
 
 class _Offer(NamedTuple):
-    """The offer of one replica for a request. The least `delay_s` wins."""
+    """The time that one replica would add for a request. The replica with the least `delay_s` gets the request."""
 
     delay_s: float
     name: str

@@ -121,7 +121,7 @@ def balance_rps(fleet: SimulatedFleet, prefill_scale: float, mix: EngineWork) ->
 
 
 class PooledServer:
-    """All replicas of a fleet together. Each is always busy, with the work that suits it best."""
+    """All replicas of a fleet as one server. Each replica is always busy, with the work that suits it best."""
 
     def __init__(self, fleet: SimulatedFleet, prefill_scale: float, mix: EngineWork) -> None:
         self.replicas = len(fleet.replicas)

@@ -1,6 +1,6 @@
 """An independent audit of the queue: priority inversions, and differences between the token counters of flows.
 
-The audit sees every call of the core and every decision. It keeps its own counts, which are the same for every policy.
+The audit sees every call of the core and every decision, and counts in the same way for every policy.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Audit:
     """The counts of one queue.
 
     `inversions`: grants of a backend that a waiting request of a higher band could have used. Requests with a usage
-    limit are not counted. The audit keeps its own list of waiting requests.
+    limit are not counted. The audit has its own list of waiting requests.
 
     `counter_difference`: the largest difference between the virtual token counters of two backlogged flows of one band
     (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024). A counter is the charges of a flow divided
-    by its weight, and is lifted when the flow becomes backlogged. None if two flows were never backlogged together.
+    by its weight, and is raised when the flow becomes backlogged. None if two flows were never backlogged together.
 
     `unfinished_tokens_most`: the largest number of tokens at one time in requests that were dispatched and have not
     ended. An answer counts its estimated or its delivered tokens, whichever is more.

@@ -73,7 +73,7 @@ def new_figure(height_in: float) -> Figure:
 def short(name: str) -> str:
     """Returns a short form of a name for one line beside a plot.
 
-    Long names keep both ends: variants of a policy differ at the end, and tenants often at the beginning.
+    The begin and the end of a long name stay: variants of a policy differ at the end, and tenants often at the begin.
     """
     name = " ".join(name.split())
     # A legend hides names that begin with an underscore.

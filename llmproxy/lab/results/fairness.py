@@ -22,8 +22,7 @@ ADHERENCE_LEAST = 20
 class ServiceDifference:
     """The largest difference of weighted service between two tenants during any time in which both were backlogged.
 
-    For each pair, the difference of service is followed while both are backlogged. The bound of the paper limits the
-    range of this difference.
+    The bound of the paper limits the range of the difference for each pair of tenants.
     """
 
     def __init__(self) -> None:
@@ -125,7 +124,6 @@ class Adherence:
             counts[tenant] += met
 
     def _look(self, part: int) -> None:
-        """Evaluate the window that ends before `part`."""
         while self._parts and self._parts[0][0] < part - ADHERENCE_PARTS:
             _, counted, met = self._parts.popleft()
             self._counted -= counted

@@ -109,7 +109,7 @@ def _division(row: Split) -> str:
 
 
 def _grouped(runs: Sequence[tuple[str, int, RunResult]]) -> list[tuple[str, list[tuple[int, list[RunResult]]]]]:
-    """Returns (policy and load, [(number, its runs), ...]), with the numbers of the runs in ascending order."""
+    """Returns ((policy and load), [(number, runs with this number), ...]), with the numbers in ascending order."""
     groups: dict[str, dict[int, list[RunResult]]] = {}
     loads = {(run.rate_scale, run.prefill_scale) for _, _, run in runs}
     for policy, number, run in runs:

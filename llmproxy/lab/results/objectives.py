@@ -73,7 +73,7 @@ class Objectives:
 
     Time to first token: 1 s, or three times the time of the fastest replica if it is idle and has nothing cached,
     whichever is more. Mean time per output token: 40 ms if every replica has a profile of an 8B model, otherwise 75 ms.
-    Objectives of an arrival replace these, and `wanted` replaces both.
+    Objectives of an arrival replace these defaults, and `wanted` replaces both.
     """
 
     def __init__(self, fleet: SimulatedFleet, prefill_scale: float, wanted: Wanted = NOTHING_WANTED) -> None:

@@ -53,8 +53,6 @@ class Plot:
 
 @dataclass(frozen=True, slots=True)
 class _Data:
-    """The data of all plots."""
-
     points: list[LoadPoint]
     # Keyword arguments of each policy's line. The page finds a line by its `gid`.
     looks: dict[str, dict[str, Any]]

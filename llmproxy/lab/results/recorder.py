@@ -64,8 +64,8 @@ class _Sample:
 class RunRecorder:
     """Collects the figures of one run.
 
-    `duration_s` is the length of the trace. It sets the resolution of the time axes; a run may last longer. `replicas`
-    are all replicas, also idle ones. Requests that arrived before `warmup_s` are in no figure.
+    `duration_s` is the length of the trace, which sets the resolution of the time axes; a run may last longer.
+    `replicas` are all replicas, also idle ones. Requests that arrived before `warmup_s` are in no figure.
     """
 
     def __init__(self, duration_s: float, replicas: Sequence[str], warmup_s: float = 0.0) -> None:
@@ -133,9 +133,9 @@ class RunRecorder:
             self._prompts.add("all", record.arrived_s, record.arrival.prompt_tokens)
 
     def sample(self, at_s: float, load: Mapping[str, tuple[int, int]], queued: Mapping[int, int]) -> None:
-        """Add a sample: replica -> (running, waiting) requests, and band -> requests that wait in the proxies.
+        """Adds a sample: replica -> (running, waiting) requests, and band -> requests that wait in the proxies.
 
-        Samples come at equal intervals. If there are too many, every second one is dropped.
+        Samples come at equal intervals. If there are too many samples, every second one is dropped.
         """
         self._looks += 1
         if (self._looks - 1) % self._spacing:
@@ -183,7 +183,6 @@ class RunRecorder:
         self._adapter_loads += counters.adapter_loads
 
     def result(self, policy: str, seed: int, rate_scale: float, prefill_scale: float) -> RunResult:
-        """Returns the figures of the run."""
         total = self._total
         duration_s = max(self._duration_s, self._ended_s)
         return RunResult(

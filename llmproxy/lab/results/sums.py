@@ -162,7 +162,7 @@ class Groups:
         return group
 
     def largest(self, count: int) -> Iterator[tuple[str, Group]]:
-        """Yields the `count` largest groups by tokens, then all others as one group if there are any."""
+        """Yields the `count` largest groups by tokens, and then all other groups as one group if there are any."""
         rest = Group()
         rest.merge(self._other)
         for rank, (name, group) in enumerate(self._ranked()):

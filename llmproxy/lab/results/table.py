@@ -66,7 +66,9 @@ def write(column: Column, row: Row) -> str:
 
 
 def is_best(column: Column, row: Row, point: LoadPoint) -> bool:
-    """Whether `row` is the best policy of `point` in `column`. No policy is the best if most have its figure."""
+    """Returns whether `row` has the best figure of `point` in `column`. If most policies have the same figure, no
+    policy is the best.
+    """
     rivals = [row for row in point.rows if row.policy not in REFERENCES]
     winner = best(rivals, column.field)
     if winner is None:
@@ -94,7 +96,6 @@ def print_tables(result: SimulationResult, console: Console) -> None:
 
 
 def has_oracle(points: Sequence[LoadPoint]) -> bool:
-    """Whether the results include the oracle."""
     return any(row.policy == "oracle" for point in points for row in point.rows)
 
 

@@ -1,4 +1,6 @@
-"""Band, flow, tenant, objective and limits of an arrival: a gateway reads them from keys, headers and its file."""
+"""Reads band, flow, tenant, objective and limits of an arrival, which a gateway would read from keys, headers and its
+configuration.
+"""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ class LabCluster:
         )  # fmt: skip
 
     async def start(self) -> None:
-        """Start all members. The first one leads."""
+        """Starts all members. The first member leads."""
         # A replay has hundreds of elections, whose log lines would hide its table.
         logs.configure("text", "error")
         for member in self.members:

@@ -82,7 +82,7 @@ def records_of(setup: Setup) -> list[Record]:
 
 
 class Run:
-    """A run. `recorder` collects its figures; `proxies` exists from its start on."""
+    """The run of a trace. `recorder` collects its figures, and `proxies` has its proxies from its start on."""
 
     def __init__(
         self,
@@ -246,7 +246,7 @@ class Run:
             loop.call_later(LOOK_EVERY_S, self._look_at_service, loop)
 
     def _look_at_ratio(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Record the share of replicas that prompts need, as the first proxy has learned it."""
+        """Records the share of replicas that prompts need, as learned by the first proxy."""
         for need in self.proxies[0].pools.needs(loop.time()).values():
             if need.prefill + need.decode > 0.0:
                 self.recorder.prefill_share = Ratio(need.prefill, need.decode).share
@@ -283,7 +283,7 @@ class Run:
             task.add_done_callback(self._by_proxy.pop)
 
     def _proxy_of(self, arrival: Arrival) -> LabProxy:
-        """Returns a random living proxy. If tenants are pinned, one living proxy is for the first tenant alone."""
+        """Returns a random living proxy. If tenants are pinned, one living proxy serves only the first tenant."""
         living = [proxy for proxy in self.proxies if not proxy.dead]
         if len(living) == 1:
             return living[0]
@@ -293,7 +293,6 @@ class Run:
         return living[0] if arrival.tenant == self._first else self._rng.choice(living[1:])
 
     def _kill_leader(self) -> None:
-        """Kill the leader with its connections."""
         assert self.cluster is not None
         leader = self.cluster.leader
         if leader is not None and sum(not proxy.dead for proxy in self.proxies) > 1:

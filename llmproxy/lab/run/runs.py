@@ -30,10 +30,10 @@ LOOK_EVERY_S = 0.2
 class Simulation:
     """The inputs of a simulation, which can be sent to another process.
 
-    `trace` is a file or a generator, as for `trace_named`. The simulation uses `requests` of its requests (None: all)
-    from number `skip` on, sends `replicate` copies of them at once, and changes them by `mix`. Requests in the first
-    share `warmup` (0..1) of the time are not counted. With `objectives_named`, each request sends its objectives, as in
-    a trusted header. `wanted` objectives replace the objectives of the fleet and of the trace.
+    `trace` is a file or a generator, as for `trace_named`. The simulation uses `requests` requests of the trace (None:
+    all) from number `skip` on, sends `replicate` copies of them at once, and changes them by `mix`. Requests in the
+    first share `warmup` (0..1) of the time are not counted. With `objectives_named`, each request sends its objectives,
+    as in a trusted header. `wanted` objectives replace the objectives of the fleet and of the trace.
     """
 
     trace: str

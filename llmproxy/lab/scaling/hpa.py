@@ -13,7 +13,8 @@ from math import ceil
 
 @dataclass(frozen=True, slots=True)
 class HpaRules:
-    """Within `up_every_s`, at most `up_pods` replicas or the share `up_share` of them are added, whichever is more.
+    """The limits of a scaling step: within `up_every_s`, at most `up_pods` replicas or the share `up_share` of the
+    replicas are added, whichever is more.
 
     Removals follow the same rule with `down_pods` and `down_share`; with `down_pods` None, only `down_share` counts.
     """

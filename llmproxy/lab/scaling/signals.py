@@ -1,4 +1,4 @@
-"""Signals of autoscalers: the proxy's own number, common gauges, and the known future of the trace."""
+"""Signals of autoscalers: the need that the proxy computes, common gauges, and the known future of the trace."""
 
 from __future__ import annotations
 
@@ -97,9 +97,9 @@ def _tokens(look: Look) -> float:
 class _Saturation:
     """The second analyser of llm-d's workload-variant autoscaler: tokens in use and expected, divided by the capacity.
 
-    The capacity of a replica is 0.8 of its KV cache, or less: the mean usage of the last ten looks at replicas with
-    five or more waiting requests. The signal wants more replicas above 0.85 of the capacity, but not while some start,
-    and fewer below 0.70.
+    The capacity of a replica is 0.8 of its KV cache. It is less if the mean usage of the last ten samples with five or
+    more waiting requests was less. The signal wants more replicas above 0.85 of the capacity, but not while replicas
+    start, and fewer below 0.70.
     """
 
     EVERY_S = 60.0
@@ -164,7 +164,7 @@ class Future:
         self._ahead_s, self._window_s = ahead_s, window_s
 
     def most(self, now: float, utilisation: float) -> float:
-        """Returns the replicas for the busiest window that begins within `ahead_s` from now."""
+        """Returns how many replicas the busiest time window that begins within `ahead_s` from now needs."""
         found, at_s = 0.0, now
         while at_s <= now + self._ahead_s:
             found = max(found, self._between(at_s, at_s + self._window_s) / self._window_s)

@@ -191,7 +191,7 @@ async def serve_replica(options: ReplicaOptions, host: str, port: int) -> None:
 
 
 class _Connection(web.RequestHandler):
-    """A connection that waits forever for its first request, as in vLLM and unlike in aiohttp."""
+    """A connection without a time limit for its first request, as in vLLM and unlike in aiohttp."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)

@@ -1,4 +1,4 @@
-"""Arrivals, the requests of a replay, and traces of them."""
+"""Arrivals, which are the requests of a replay, and traces, which are sequences of arrivals."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Arrivals in the order of their times. Each call of `arrivals()` yields the same ones.
+    """Arrivals in the order of their times. Each call of `arrivals()` yields the same arrivals.
 
     Reports show `name`. `block_tokens` is the size of a block in `Arrival.blocks`.
     """
@@ -74,7 +74,7 @@ class TraceError(Exception):
 
 
 def turns_of(arrival: Arrival | None) -> Iterator[Arrival]:
-    """Yields an arrival and all later turns of its closed loop."""
+    """Yields an arrival and all later requests of its closed loop."""
     while arrival is not None:
         yield arrival
         arrival = arrival.then
@@ -89,10 +89,10 @@ def chained(turns: Sequence[Arrival]) -> Arrival:
 
 
 def in_time_order(batches: Iterable[tuple[float, Iterable[Arrival]]]) -> Iterator[Arrival]:
-    """Yields the arrivals of all batches by their times; equal times keep the given order.
+    """Yields the arrivals of all batches in the order of their times; arrivals with equal times keep their order.
 
-    Each batch has a time: no arrival of this batch or of a later batch is earlier. So all earlier arrivals can be
-    yielded, and only the others are kept in memory.
+    Each batch has a time, and no arrival of this batch or of a later batch is earlier. So all earlier arrivals can be
+    yielded, and only the others stay in memory.
     """
     due: list[tuple[float, int, Arrival]] = []
     serial = count()

@@ -31,11 +31,11 @@ def unequal_tenants(
     output_tokens: Tokens = 128,
     seed: int = 0,
 ) -> Iterator[Arrival]:
-    """Tenants with equal requests. Each tenant sends `ratio` times as many as the previous one.
+    """Tenants with equal requests. Each tenant sends `ratio` times as many requests as the previous tenant.
 
     Together they send `rate` requests per second (Poisson). The only objective is a first token within `ttft_slo_s`.
-    All requests cost the same. So the max-min optimum of adherence is equal for all tenants: the requests that the
-    fleet can complete in time, divided by all requests.
+    All requests cost the same. So in the max-min optimum, every tenant has the same share of requests in time: the
+    requests that the fleet can complete in time, divided by all requests.
     """
     names = [f"tenant-{number}" for number in range(1, tenants + 1)]
     shares = list(accumulate(ratio**number for number in range(tenants)))

@@ -49,9 +49,10 @@ class LineError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The parser of the lines of one file. With `header`, the first line is no request.
+    """Parses the lines of one file. With `header`, the first line is no request.
 
-    `parse` raises LineError. It may store the time of the first request, so each reading of a file needs a new layout.
+    `parse` raises LineError. A layout may store the time of the first request, so each reading of a file needs a new
+    layout.
     """
 
     parse: Callable[[str], Arrival]

@@ -14,7 +14,8 @@ SPREAD_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """The changes of a trace, in this order. A closed loop counts as one request, with the fields of its first turn.
+    """The changes of a trace, which are applied in the order of the fields. A closed loop counts as one request, with
+    the fields of its first request.
 
     Each request of the tenant `loud` comes `factor` times. Only requests of the band `band` are kept, and no requests
     of the tenant `without`. `level` puts all requests into one band.

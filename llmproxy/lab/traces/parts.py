@@ -15,8 +15,8 @@ from llmproxy.lab.traces.formats import BLOCK_TOKENS_MAX, LENGTH_TOKENS_MAX, TIM
 class Text:
     """A text that only grows, such as a dialogue, and the ids of its blocks.
 
-    A text may begin with another text and share the full blocks that the other text has at that moment. Its other
-    blocks get new ids from `ids`. A partial block keeps its id while it fills.
+    A text may begin with another text, and then shares the full blocks that the other text has at that moment. All
+    further blocks get new ids from `ids`. A partial block keeps its id while it grows.
     """
 
     def __init__(self, ids: Iterator[int], block_tokens: int, tokens: int, beginning: Text | None = None) -> None:

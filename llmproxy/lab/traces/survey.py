@@ -14,7 +14,7 @@ BANDS_MAX = 100
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """Sums over all requests, with all turns of closed loops."""
+    """Sums over all requests of a trace, including later requests of closed loops."""
 
     count: int
     # The latest `at_s`. For a chained turn it assumes nominal answer times.

@@ -27,9 +27,10 @@ def scaled(trace: Trace, rate_scale: float) -> Trace:
 
 
 def replicated(trace: Trace, copies: int, seed: int, shared: int = 1) -> Trace:
-    """Returns `copies` of a trace at the same time: more requests with different text. Each session keeps its pace.
+    """Returns `copies` of a trace at the same time: more requests with different text. The requests of a session keep
+    their intervals.
 
-    Each copy except the first is delayed by a random 0 to 60 s and has its own block ids and sessions. All copies share
+    Each copy except the first is delayed by a random 0 to 60 s and has other block ids and sessions. All copies share
     tenants, adapters and the blocks with ids below `shared`. The default 1 fits Mooncake's traces, where block 0 begins
     every prompt. The trace is read once, with the arrivals of 60 s in memory.
     """
@@ -77,7 +78,9 @@ def _copied(arrival: Arrival, at_s: float, copy: int, copies: int, shared: int) 
 
 
 def _at(arrival: Arrival, at_s: float) -> Arrival:
-    """Returns the arrival at another time. The nominal times of its chained turns shift too."""
+    """Returns the arrival at another time. The times of later requests of its closed loop are moved by the same
+    amount.
+    """
     if at_s == arrival.at_s:
         return arrival
     if arrival.then is None:

@@ -82,14 +82,14 @@ class History:
         self._put(second, row)
 
     def latest(self) -> dict[str, float]:
-        """The newest value of each column."""
         at = self._last_s % SECONDS
         return {name: column.seconds[at] for name, column in self._columns.items()} if self._last_s >= 0 else {}
 
     def read(self, prefixes: Iterable[str], span_s: int) -> Stretch:
-        """The last `span_s` seconds of the columns whose names begin with one of `prefixes`.
+        """Returns the last `span_s` seconds of the columns whose names begin with one of `prefixes`.
 
-        A span up to SECONDS has one value a second. A longer span has one per ten seconds, without the current ten.
+        A span of up to SECONDS has one value per second. A longer span has one value per ten seconds, without the ten
+        seconds in progress.
         """
         wanted = tuple(prefixes)
         names = tuple(name for name in self._columns if name.startswith(wanted))

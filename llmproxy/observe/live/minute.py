@@ -62,7 +62,9 @@ def kind_of(ended: RequestExit) -> str:
 
 
 def bucket_of(seconds: float) -> int:
-    """The bucket of a time. Buckets grow by 2 %, so that the middle of a bucket is within 1 % of each of its times."""
+    """Returns the histogram bucket of a time. Buckets grow by 2 %, so the middle of a bucket is within 1 % of each of
+    its times.
+    """
     return int(log(seconds) * _SCALE + _OFFSET) if seconds > LEAST_S else 0
 
 
@@ -293,7 +295,7 @@ class Minute:
         return sum(one.prompt for one in sums) / span_s, sum(one.output for one in sums) / span_s
 
     def roll(self, second: int) -> None:
-        """End a second: add its sums to `total`, and subtract seconds that are too old."""
+        """Ends a second: adds its sums to `total`, and subtracts the sums of seconds that are too old."""
         self._began_s = second if self._began_s is None else self._began_s
         self.second, self._running = self._running, Sums()
         self.total.merge(self.second, 1)

@@ -120,7 +120,7 @@ class LiveSnapshot:
         }
 
     def _changes(self) -> dict[str, Event]:
-        """Backend -> the event that began its current state. Of repeated ejections, the first counts."""
+        """Maps each backend to the event that began its current state. Of repeated ejections, the first counts."""
         found: dict[str, Event] = {}
         settled: set[str] = set()
         for event in self._recorder.events.newest_first():

@@ -30,14 +30,14 @@ def summary_of(
     led: bool = True,
     alone: bool = False,
 ) -> tuple[str, str]:
-    """Return the level and the text.
+    """Returns the level and the text of the summary.
 
     Args:
         pools, statuses: The current state.
         reasons: Why each backend is in its state.
         bands: Level -> name of the band.
         nameless: Requests that wait for a model that no backend lists yet.
-        learned: Paces that the placement learned.
+        learned: Speeds that the placement learned.
         minute: Requests that ended in the last minute.
         led: False for a member of a cluster without a leader.
         alone: True if such a member decides by itself.

@@ -27,8 +27,6 @@ PROXY = "job, instance"
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """An alert rule."""
-
     name: str
     expression: str
     # Time for which the expression must hold (`for`). Empty: none.
@@ -246,7 +244,6 @@ ALERTS = (
 
 
 def rules() -> dict[str, Any]:
-    """The content of the rules file."""
     recorded = [{"record": name, "expr": expression} for name, expression in RECORDED]
     alerts = [alert.rule() for alert in ALERTS]
     return {"groups": [{"name": "llmproxy-recorded", "rules": recorded}, {"name": "llmproxy", "rules": alerts}]}

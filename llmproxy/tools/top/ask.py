@@ -27,7 +27,7 @@ class AskError(Exception):
 
 
 class UnreachableError(AskError):
-    """Nothing answers at this address now."""
+    """No server answers at this address now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class Asker:
         raise self._refused(path, status, found, ours)
 
     async def _body(self, answer: aiohttp.ClientResponse) -> bytes:
-        """The body, if it is not too large. Raises AskError."""
+        """Returns the body of an answer. Raises AskError if the body is too large."""
         parts, size = list[bytes](), 0
         async for part in answer.content.iter_any():
             size += len(part)

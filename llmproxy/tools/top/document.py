@@ -59,8 +59,6 @@ class Band(Struct, frozen=True):
 
 
 class Backend(Struct, frozen=True):
-    """A replica."""
-
     backend: str
     role: str
     state: str
@@ -89,8 +87,6 @@ class Flow(Struct, frozen=True):
 
 
 class Pool(Struct, frozen=True):
-    """A pool that takes requests."""
-
     pool: str
 
 
@@ -132,7 +128,7 @@ class Candidate(Struct, frozen=True):
 
 
 class Choice(Struct, frozen=True):
-    """A choice of a replica."""
+    """A placement decision, with its candidates."""
 
     request: str
     model: str | None
@@ -143,13 +139,13 @@ class Choice(Struct, frozen=True):
 
 
 class Choices(Struct, frozen=True):
-    """The last choices of one pool."""
+    """The last placement decisions of one pool."""
 
     choices: tuple[Choice, ...]
 
 
 class Explained(Struct, frozen=True):
-    """The last choices of each pool (`/debug/explain`)."""
+    """The last placement decisions of each pool, from `/debug/explain`."""
 
     pools: tuple[Choices, ...]
 
@@ -158,7 +154,9 @@ Read = TypeVar("Read", bound=Struct)
 
 
 def read(found: dict[str, Any], kind: type[Read]) -> Read:
-    """Convert an answer of the proxy. Raises AskError if the answer does not fit, as from another version."""
+    """Converts an answer of the proxy to `kind`. Raises AskError if the answer has other fields, as from another
+    version.
+    """
     try:
         return msgspec.convert(found, kind)
     except (msgspec.ValidationError, UnicodeError) as error:

@@ -314,7 +314,7 @@ def _choices(explained: Explained, view: View) -> Section:
 
 
 def priced(backend: str, price: str, fits: bool, chosen: str | None) -> Text:
-    """A candidate of a choice, with its price."""
+    """Returns a candidate of a placement decision and its price as one line."""
     mark, style = ("→", "green") if backend == chosen else (" ", "") if fits else ("×", "dim")
     return Text(f"{mark} {printable(backend)}: {printable(price)}", style)
 

@@ -1,4 +1,4 @@
-"""The tables of `llmproxy scale`: the replicas of each pool, the need of its work, and the reason."""
+"""The tables of `llmproxy scale`: the replicas of each pool, the replicas that its load needs, and the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The user's choices in `top`: the order of the replicas, a filter, a pause."""
+"""The user's settings in `top`: the order of the replicas, a filter, a pause."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class View:
             self.filter += key
 
     def shows(self, *names: str) -> bool:
-        """Whether the filter matches one of these names."""
+        """Returns whether the filter matches one of these names."""
         return any(self.filter.casefold() in name.casefold() for name in names)
 
     @property

@@ -28,7 +28,6 @@ class Accounts(Generic[Account]):
         return self._waiting.get(flow) or self._idle.get(flow)
 
     def all(self) -> Iterator[tuple[str, Account]]:
-        """Yields every flow with its account."""
         yield from self._waiting.items()
         yield from self._idle.items()
 

@@ -18,7 +18,7 @@ class FairnessPolicy(ABC):
     """
 
     def __init__(self, settings: Settings) -> None:
-        """A subclass reads its `settings` here, once."""
+        """Reads the `settings` of the policy. A subclass reads its settings here, once."""
 
     @abstractmethod
     def backlogged(self, flow: str, head: Request) -> None:
@@ -53,7 +53,7 @@ class FairnessPolicy(ABC):
     def ended(self, request: Request, met: bool | None, now: float) -> None:
         """`request` ended, whether or not it ever waited.
 
-        `met` tells whether it met its objective; None without an objective, or if the client left.
+        `met`: whether its objective was met; None without an objective, or if the client left.
         """
 
     def balances(self) -> Mapping[str, float]:

@@ -1,4 +1,4 @@
-"""Flows take turns of one request, whatever its cost."""
+"""The flows of a band are served one request each, whatever the requests cost."""
 
 from __future__ import annotations
 

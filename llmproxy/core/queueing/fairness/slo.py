@@ -1,4 +1,4 @@
-"""Service-level objectives: the flow that meets its objectives least often goes next."""
+"""Takes the flow that meets its latency objectives least often."""
 
 from __future__ import annotations
 

@@ -54,11 +54,10 @@ class Engine:
         seed: int = 0,
         store: tuple[KvStore, KvTransfer] | None = None,
     ) -> None:
-        """
-        Args:
+        """Args:
             step_tokens: The token budget of a step.
             kv_tokens: The size of the KV cache; by default from the profile.
-            noise: Without it, every step takes exactly the time of the profile.
+            noise: Random variation of step times. Without it, every step takes exactly the time of the profile.
             store: A KV store that other engines share, with its loading times.
 
         Raises:
@@ -205,7 +204,7 @@ class Engine:
         return True
 
     def gauges(self) -> Gauges:
-        """Returns the current state. vLLM publishes it only after a step; the caller must imitate that."""
+        """Returns the current gauges. vLLM publishes them only after a step, which the caller must imitate."""
         return Gauges(
             running=len(self._running),
             waiting=len(self._live) - len(self._running),
@@ -268,10 +267,10 @@ class Engine:
         return self._decode_times().steps_within(seconds, self.stable_steps())
 
     def advance(self, steps: int) -> StepResult:
-        """Do several stable steps at once, with the same result as `step`.
+        """Does several stable steps at once, with the same result as `step`.
 
-        The result's `duration_s` is without noise. Its `emitted` is empty: every decoding request gets a token in every
-        step, and some may finish with the last step. Raises ValueError for more steps than are stable.
+        The result's `duration_s` is without noise. Its `emitted` is empty, because every decoding request gets a token
+        in every step; some requests may finish with the last step. Raises ValueError for more steps than are stable.
         """
         if not 1 <= steps <= self.stable_steps():
             raise ValueError(f"{steps} steps were to be done at once and {self.stable_steps()} are stable")
@@ -309,7 +308,6 @@ class Engine:
     # --- one step -----------------------------------------------------------------------------------------------------
 
     def _plan(self) -> StepPlan:
-        """Plan the next step."""
         plan = StepPlan(self.counters.steps + 1)
         self._grow_decodes(plan)
         plan.budget = self._step_tokens - len(self._decodes)
@@ -399,7 +397,9 @@ class Engine:
         return True
 
     def _emit(self, plan: StepPlan) -> tuple[str, ...]:
-        """Emit this step's tokens, end requests after their last token, and start the decodes of finished prefills."""
+        """Emits this step's tokens, ends requests after their last token, and starts the decodes of finished
+        prefills.
+        """
         ready = [one for one in plan.ready if self._running.get(one.request.id) is one]
         self.counters.generation += len(self._decodes) + len(ready)
         done = self._decodes.ending(plan.now)

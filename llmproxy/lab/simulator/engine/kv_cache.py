@@ -20,8 +20,8 @@ def block_hashes(
 ) -> tuple[int, ...]:
     """Returns chained hashes of the full blocks of `tokens`: equal hashes mean equal tokens from the start.
 
-    The chain starts with the adapter and the salt, so blocks are not shared across them. The result does not depend on
-    PYTHONHASHSEED.
+    The chain starts with the adapter and the salt, so requests with different adapters or salts share no block. The
+    result does not depend on PYTHONHASHSEED.
     """
     parent = zlib.crc32(f"{adapter or ''}\0{cache_salt or ''}".encode())
     hashes = []
@@ -84,11 +84,11 @@ class KvCache:
         return list(map(cached.__getitem__, takewhile(cached.__contains__, hashes)))
 
     def unused(self, blocks: Iterable[int]) -> int:
-        """Returns the number of cached `blocks` without a holder. Sharing them reduces the free blocks."""
+        """Returns the number of cached `blocks` that no request uses. Sharing such blocks reduces the free blocks."""
         return sum(map(self._freed.__contains__, blocks))
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Add a holder to cached blocks."""
+        """Counts one more user of cached blocks."""
         freed, holders = self._freed, self._holders
         free_before = len(freed)
         for block in blocks:
@@ -128,7 +128,7 @@ class KvCache:
                     self._copies.setdefault(block_hash, {})[block] = None
 
     def release(self, blocks: Sequence[int], hashes: Sequence[int], full: int) -> None:
-        """Remove a holder from `blocks`, in token order. The first `full` of them were stored with `hashes`."""
+        """Counts one user less of `blocks`, in token order. The first `full` of them were stored with `hashes`."""
         self._empty += blocks[full:]
         contents = [*hashes[:full], *repeat(None, full - len(hashes))]
         freed, holders = self._freed, self._holders
@@ -169,7 +169,7 @@ class KvCache:
             del self._copies[block_hash]
 
     def _leave(self, block: int) -> None:
-        """Remove one of several holders of a block."""
+        """Counts one user less of a block that has several users."""
         if self._holders[block] == 2:
             del self._holders[block]
         else:

@@ -87,7 +87,7 @@ class Noise:
         return (1.0 + slow_share * (self.slow_factor - 1.0)) * scatter
 
     def _slow_steps(self, rng: random.Random, steps: int) -> int:
-        """Returns a binomial number of slow steps, drawn as geometric gaps between them."""
+        """Draws the number of slow steps from a binomial distribution, as geometric gaps between them."""
         if self.slow_chance == 0.0:
             return 0
         slow, at = 0, -1

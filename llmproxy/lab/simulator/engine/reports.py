@@ -37,9 +37,9 @@ class StepResult:
 class Gauges:
     """The gauges that vLLM publishes after a step.
 
-    `waiting` includes `deferred`: requests that wait for an adapter slot or for KV of another engine. Requests that
-    need such KV are in `to_fetch` before its transfer, in `fetching` during it, and in `fetched` after it, until they
-    are admitted. `generated` is the total number of tokens since the start.
+    `waiting` includes `deferred`: requests that wait for an adapter slot or for KV blocks of another engine. A request
+    that needs such blocks is counted in `to_fetch` before its transfer, in `fetching` during it, and in `fetched` after
+    it, until it is admitted. `generated` is the total number of tokens since the start.
     """
 
     running: int = 0

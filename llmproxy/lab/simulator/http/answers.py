@@ -91,8 +91,6 @@ class AnswerWriter(Protocol):
 
 
 class _OpenAiAnswer(AnswerWriter):
-    """The common parts of chat and text completions."""
-
     prefix: ClassVar[str]
     noun: ClassVar[str]
     noun_chunk: ClassVar[str]
@@ -138,15 +136,12 @@ class _OpenAiAnswer(AnswerWriter):
 
 
 class ChatAnswer(_OpenAiAnswer):
-    """`/v1/chat/completions`."""
-
     prefix = "chatcmpl-"
     noun = "chat.completion"
     noun_chunk = "chat.completion.chunk"
     parse = staticmethod(chat_request)
 
     def opening(self, usage: AnswerUsage) -> list[bytes]:
-        """Returns a role chunk per choice."""
         after = self._usage_now(usage) + ',"prompt_token_ids":null,"prompt_text":null'
         role = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
         return [self._event(f'"choices":[{{"index":{i},{role}}}]', after) for i in range(self._generation.choices)]
@@ -177,8 +172,6 @@ class ChatAnswer(_OpenAiAnswer):
 
 
 class CompletionAnswer(_OpenAiAnswer):
-    """`/v1/completions`."""
-
     prefix = "cmpl-"
     noun = "text_completion"
     noun_chunk = "text_completion"

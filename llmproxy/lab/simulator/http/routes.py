@@ -44,8 +44,6 @@ TOKENIZER_INFO: Body = {
 
 
 class Routes:
-    """The routes of a service."""
-
     def __init__(self, service: Service) -> None:
         self._service = service
         self._routes: dict[str, dict[str, Handler]] = {

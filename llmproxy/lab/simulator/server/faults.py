@@ -48,7 +48,7 @@ PORT_CLOSING = frozenset({FaultKind.HANG, FaultKind.REFUSE})
 
 
 class FaultSwitch:
-    """The fault that is switched on, if any. `changed` is called with every new one and with None."""
+    """The present fault of a replica, if any. `changed` is called with every new fault, and with None at its end."""
 
     def __init__(self, changed: Callable[[FaultKind | None], None]) -> None:
         self.kind: FaultKind | None = None
@@ -111,7 +111,7 @@ class FaultSwitch:
         return True
 
     def hit_by(self, body: bytes) -> bool:
-        """Whether the engine dies of a request with this body."""
+        """Returns whether the fault makes the engine die of a request with this body."""
         return self.kind is FaultKind.DIES_OF and self._word in body
 
     def die(self) -> None:

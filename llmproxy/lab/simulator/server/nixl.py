@@ -1,8 +1,8 @@
 """KV transfers between replicas as in vLLM's NixlConnector: leases, reads, heartbeats and failures.
 
-The decode replica pulls. It sends notices to the HTTP port of the prefill replica: `HANDSHAKE` before its first
-transfer, `HEARTBEAT` while its request waits, and `DONE` when it does not need the blocks any more, whether it has read
-them or not.
+The decode replica fetches the blocks. It sends notices to the HTTP port of the prefill replica: `HANDSHAKE` before its
+first transfer, `HEARTBEAT` while its request waits, and `DONE` when it does not need the blocks any more, whether or
+not it has read them.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class NixlConnector:
         return kept
 
     def _lease(self, request_id: str) -> None:
-        """Lease the blocks of an ended request, if it requested that."""
+        """Leases the blocks of an ended request, if the request asked for that."""
         if request_id in self._engine.kv.kept:
             loop = asyncio.get_running_loop()
             self._leases[request_id] = loop.call_later(self._s(self._times.lease_s), self._expire, request_id)
@@ -142,7 +142,9 @@ class NixlConnector:
     # --- KV of others -------------------------------------------------------------------------------------------------
 
     def submit(self, job: GenerationJob) -> None:
-        """Note a job that enters the engine. Heartbeats now keep the blocks that its sequences will fetch."""
+        """Records a job that enters the engine. From now on, heartbeats extend the leases of the blocks that its
+        sequences will fetch.
+        """
         for sequence in job.sequences:
             if sequence.remote:
                 self._fetches[sequence.id] = fetch = _Fetch(job, _readable(job.kv_transfer_params))
@@ -165,7 +167,7 @@ class NixlConnector:
         # As in vLLM: with incomplete parameters the request hangs, and aborting it crashes the engine.
 
     def _give_up(self, request_id: str) -> None:
-        """Abort the wait of a sequence. A transfer that has begun runs to its end."""
+        """Aborts the wait of a sequence for its blocks. A transfer that has begun runs to its end."""
         fetch = self._fetches.get(request_id)
         if fetch is None:
             return

@@ -1,4 +1,6 @@
-"""Runs the engine in scaled real time: a task steps it, waits for the duration of the step, and delivers the tokens."""
+"""Runs the engine in scaled real time: a task runs a step, waits for the duration of the step, and delivers its
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -68,10 +70,10 @@ class GenerationJob:
 
 
 class Pacer:
-    """Steps an engine, `speed` times as fast as real time, and updates its metrics. The owner runs `run` as a task.
+    """Steps an engine, `speed` times as fast as real time, and updates its metrics. The caller runs `run` as a task.
 
-    `on_fetch` gets a sequence whose KV must be fetched now, and its number of missing tokens. `on_finished` gets a
-    sequence after its last token, and `on_abort` an aborted sequence.
+    `on_fetch` gets a sequence whose KV blocks must be fetched now, and its number of missing tokens. `on_finished` gets
+    a sequence after its last token, and `on_abort` an aborted sequence.
     """
 
     def __init__(self, engine: Engine, speed: float, metrics: ReplicaMetrics) -> None:
@@ -104,7 +106,7 @@ class Pacer:
                 self.on_abort(sequence.id)
 
     def freeze(self, frozen: bool) -> None:
-        """Freeze or resume the engine. While frozen, it emits no token and changes no gauge."""
+        """Freezes or resumes the engine. A frozen engine emits no token and changes no gauge."""
         if frozen:
             self._thawed.clear()
         else:
@@ -152,7 +154,9 @@ class Pacer:
             self.metrics.publish(gauges, counters)
 
     def _hand_out(self, emitted: Sequence[str], finished: Sequence[str], now_s: float) -> int:
-        """Deliver all emitted tokens to their jobs in one turn of the loop. Returns the number of first tokens."""
+        """Delivers all emitted tokens to their jobs without yielding to the event loop. Returns the number of first
+        tokens.
+        """
         firsts = 0
         for request_id in emitted:
             if (held := self._jobs.get(request_id)) is None:

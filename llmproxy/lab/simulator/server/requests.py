@@ -55,7 +55,6 @@ class GenerationRequest:
 
     @property
     def prompt_tokens(self) -> int:
-        """Total tokens of all prompts."""
         return sum(map(len, self.prompts))
 
     @property
@@ -95,7 +94,6 @@ def parse_object(raw: bytes, content_type: str) -> Body:
 
 
 def chat_request(body: Body, limits: Limits) -> GenerationRequest:
-    """`/v1/chat/completions`."""
     messages = _messages(body)
     limit = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
     if body.get("tools") and body.get("tool_choice") in (None, "auto"):
@@ -111,7 +109,6 @@ def completion_request(body: Body, limits: Limits) -> GenerationRequest:
 
 
 def responses_request(body: Body, limits: Limits) -> GenerationRequest:
-    """`/v1/responses`."""
     given = body.get("input")
     if given is None:
         raise invalid("missing", "body.input", "Field required", _shown(body))
@@ -170,7 +167,9 @@ def chat_tokens(messages: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _without_header(part: object) -> object:
-    """Removes the line with which Claude Code identifies itself from a system message: it differs in each run."""
+    """Removes the line with which Claude Code identifies itself from a system message, because this line differs in
+    each run.
+    """
     text = part.get("text") if isinstance(part, Mapping) else part
     if not isinstance(text, str) or not text.startswith("x-anthropic-billing-header"):
         return part

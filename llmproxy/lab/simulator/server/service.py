@@ -31,25 +31,21 @@ _STORED_RESPONSES_MAX = 256
 
 @dataclass(frozen=True, slots=True)
 class ReplicaOptions:
-    """Options of a replica. An option that vLLM has as a flag has the name of the flag.
+    """Options of a replica. An option that vLLM has as a flag has the name of the flag; the help of `llmproxy replica`
+    explains the others.
 
-    - `kv_tokens`: Size of the KV cache. None: from the profile.
-    - `max_model_len`: Longest sequence. None: 32768 or the size of the cache, whichever is less.
-    - `speed`: 10 is ten times faster than real time.
-    - `max_queued_requests`: Limit of requests in flight, waiting or running. Further requests get 503.
+    - `kv_tokens`: None means the size in the profile.
+    - `max_model_len`: None means 32768 or the size of the KV cache, whichever is less.
+    - `max_queued_requests`: Limit of requests in flight. Further requests get 503.
     - `reply_tokens`: (Least, most) tokens after which an answer ends by itself, unless the request sets `ignore_eos`.
-    - `prompt_tokens_details`: Whether `usage` includes cached tokens.
     - `sse_keep_alive_s`: Pause in a stream after which an SSE comment is sent.
     - `ragged_deltas`: Whether some tokens come with an empty delta or merged into the next delta.
     - `noise`: Random step times, from `seed`.
     - `requests_kept`: Number of requests that are remembered for tests.
     - `shutdown`: Effect of SIGTERM on a served replica: stop `now`, or `hang` its open streams, as vLLM by default.
-    - `kv_transfer`: Transfer of KV between replicas: pulled from the replica that a request names (`nixl`), or through
-      a shared store (`store`).
-    - `kv_store`: The shared store, or its folder for replicas in several processes.
+    - `kv_transfer`: `nixl` (from the replica that a request names) or `store` (through `kv_store`).
     - `kv_lease_s`: How long blocks are kept for another replica.
-    - `kv_load_failure_policy`: Whether a request without its KV fails or is computed.
-    - `kv_gb_per_s`, `kv_latency_s`: Speed and latency of a transfer.
+    - `kv_load_failure_policy`: Whether a request without its KV blocks fails or is computed.
     - `kv_handshake_s`: Additional time of the first transfer between two replicas.
     """
 
