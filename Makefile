@@ -24,7 +24,7 @@ $(BIN)/llmproxy: pyproject.toml .ci/runtime.txt .ci/build.txt
 demo: $(BIN)/llmproxy
 	@exec $(BIN)/llmproxy demo
 
-# Three minutes on two cores. The checks run beside the tests and are printed after them. mypy reads the product alone
+# Four minutes on two cores. The checks run beside the tests and are printed after them. mypy reads the product alone
 # here: the types of the tests are checked by `make test-all`.
 test: .venv
 	@mkdir -p .cache
@@ -54,17 +54,18 @@ contracts: .venv
 	$(BIN)/lint-imports
 
 PYTEST := $(BIN)/pytest -n auto --dist worksteal --ignore=tests/browser
+# One worker more than cores, because many fast tests wait for sockets and processes.
 unit: .venv
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -n $$(expr $$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN) + 1) -m "not slow"
 
 # Tests of processes, of pages in a shell, long replays, mutants, the rest of the large tables, and properties with five
 # times as many examples.
 slow: .venv
 	$(PYTEST) -m "slow or hypothesis" --hypothesis-profile ci
 
-# On an idle machine. A test that is recorded with more than 2 s must be marked slow.
+# On an idle machine, one test at a time. A test that is recorded with more than 2 s must be marked slow.
 durations: .venv
-	$(PYTEST) -m "not slow" --record-durations
+	$(PYTEST) -n 1 -m "not slow" --record-durations
 
 # The Python calls of one request, in the table of docs/development/testing.md.
 calls: .venv

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 from collections import Counter
 from collections.abc import Generator, Iterator
 from functools import cache
@@ -33,11 +32,6 @@ ON_UVLOOP = ("tests/e2e/", "tests/faults/", "tests/remote/cluster/")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record-durations", action="store_true", help=f"write {DURATIONS.name}; `make durations`")
-
-
-def pytest_xdist_auto_num_workers() -> int:
-    """Half as many workers again as cores, because many tests wait for a time of real sockets and processes."""
-    return (os.cpu_count() or 1) * 3 // 2
 
 
 @pytest.hookimpl(wrapper=True)

@@ -71,7 +71,10 @@ class Frames(Generic[MessageT]):
         self._bytes = bytearray()
 
     def feed(self, data: bytes, handle: Callable[[MessageT], object]) -> None:
-        """Pass on the messages of the frames that these bytes complete. Raises BrokenFrameError."""
+        """Pass on the messages of the frames that these bytes complete, and report exceptions of `handle`.
+
+        Raises BrokenFrameError.
+        """
         buffer = self._bytes
         buffer += data
         begin = 0
@@ -87,7 +90,10 @@ class Frames(Generic[MessageT]):
                     messages = self._decoder.decode(view[begin + _LENGTH.size : end])
                 begin = end
                 for message in messages:
-                    handle(message)
+                    try:
+                        handle(message)
+                    except Exception as error:  # noqa: BLE001 - a bug in one message must not lose the next ones
+                        _report_bug(message, error)
         except (msgspec.DecodeError, RecursionError) as error:
             raise BrokenFrameError(str(error)) from None
         finally:
@@ -153,19 +159,13 @@ class Link(asyncio.Protocol, Generic[MessageT]):
         if not self.local:
             self._heard_s = self._loop.time()
         try:
-            self._frames.feed(data, self._handle)
+            self._frames.feed(data, self._on_message)
         except BrokenFrameError as error:
             if self._on_broken is not None:
                 self._on_broken(str(error))
             else:
                 _log.error("broken_frame", peer=str(self.peer), why=str(error)[:WHY_CHARS])
             self.abort()
-
-    def _handle(self, message: MessageT) -> None:
-        try:
-            self._on_message(message)
-        except Exception as error:  # noqa: BLE001 - a bug in one message must not lose the next ones
-            _report_bug(message, error)
 
     def connection_lost(self, exc: Exception | None) -> None:
         del exc

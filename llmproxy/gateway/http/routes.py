@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 
@@ -54,11 +54,11 @@ class Route:
     method: str = "POST"
     # Whether vLLM accepts a `cache_salt` in the body.
     salted: bool = False
+    # Whether the engine computes the prompt and adds it to its prefix cache.
+    computes: bool = field(init=False)
 
-    @property
-    def computes(self) -> bool:
-        """Whether the engine computes a prompt for this route, and adds the prompt to its prefix cache."""
-        return self.work is not Work.NOTHING
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "computes", self.work is not Work.NOTHING)
 
 
 SCHEDULED: dict[str, Route] = {

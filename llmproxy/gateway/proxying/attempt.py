@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from enum import IntEnum
 from math import inf
 
 from llmproxy.config import TimeoutsConfig
@@ -54,18 +55,31 @@ class Answer:
     body: bytes
 
 
-@dataclass(slots=True)
-class Attempt(AttemptResult):
-    """The result of an attempt so far."""
+class AttemptState(IntEnum):
+    """How far an attempt has come."""
 
+    CONNECTING = 0
+    HEAD = 1  # The backend has sent the head of an answer.
+    HELD = 2  # Bytes of the body are held back: the first event of a stream, an error, or the result of a prefill.
+    STREAMING = 3  # The client gets the answer. No other attempt can be made.
+    DELIVERING = 4  # The whole answer is written, and the client still has to read the rest.
+    DONE = 5
+    FAILED = 6
+
+
+@dataclass(slots=True, repr=False)
+class Attempt(AttemptResult):
+    """An attempt: its state, and its result so far."""
+
+    state: AttemptState = AttemptState.CONNECTING
+    # Whether the attempt has been in STREAMING: the answer to the client has begun.
+    committed: bool = False
     outcome: Outcome = Outcome.INTERNAL
     # The error message for the client.
     message: str = ""
     # More about the error, for the log only, because it may contain addresses.
     detail: str = ""
     status: int = 0
-    # Whether the answer to the client has begun. Before that, another attempt may be made.
-    committed: bool = False
     # The backend's own error answer.
     answer: Answer | None = None
     first_token_s: float | None = None
@@ -73,10 +87,6 @@ class Attempt(AttemptResult):
     max_gap_s: float = 0.0
     chunks: int = 0
     body_bytes: int = 0
-    # Whether sending waits for a client that reads more slowly than the backend sends.
-    writing: bool = False
-    # Whether the whole answer was written. The client may still have to read the rest.
-    ended: bool = False
     head: bytes = b""
     tail: bytes = b""
     usage: Usage | None = None
@@ -84,16 +94,39 @@ class Attempt(AttemptResult):
     parameters: Parameters | None = None
     # Why a stage of a split request failed.
     split: Split | None = None
-    tap: StreamTap | None = field(default=None, repr=False)
+    tap: StreamTap | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"<Attempt {self.state.name} outcome={self.outcome} verdict={self.verdict} status={self.status}"
+            f" chunks={self.chunks} again={self.again.name}>"
+        )
+
+    def enter(self, state: AttemptState) -> None:
+        """Change the state. Raises ValueError for a step back, and for any step after DONE.
+
+        A failed attempt may enter DELIVERING, because the client gets the error event that ended its stream, and may
+        fail again meanwhile.
+        """
+        was = self.state
+        if was is AttemptState.DONE or (
+            state <= was and (was is not AttemptState.FAILED or state < AttemptState.DELIVERING)
+        ):
+            raise ValueError(f"an attempt cannot go from {was.name} to {state.name}")
+        self.state = state
+        if state is AttemptState.STREAMING:
+            self.committed = True
 
     def fail(self, outcome: Outcome, cause: Cause, message: str) -> None:
         """Record a failure. `cause` decides the verdict and whether the request may be retried."""
         meaning = MEANINGS[cause]
+        self.enter(AttemptState.FAILED)
         self.outcome, self.verdict, self.message = outcome, meaning.verdict, message
         self.again = Again.NO if self.committed else meaning.again
         self.deadly = meaning.deadly
 
     def complete(self) -> None:
+        """Record that the answer is complete. The client may not have got all of it yet."""
         self.outcome, self.verdict = Outcome.COMPLETED, Verdict.SERVED
 
     def refuses(self, member: bytes) -> bool:

@@ -19,7 +19,7 @@ from llmproxy.core.retry import Cause
 from llmproxy.gateway.http.errors import error_event
 from llmproxy.gateway.http.headers import to_client
 from llmproxy.gateway.http.routes import Dialect
-from llmproxy.gateway.proxying.attempt import Answer, Attempt, AttemptTimer, Call
+from llmproxy.gateway.proxying.attempt import Answer, Attempt, AttemptState, AttemptTimer, Call
 from llmproxy.gateway.proxying.error_words import answer_cause, event_cause
 from llmproxy.gateway.proxying.release import DECODE_GRACE_S, PREFILL_GRACE_S, shield_for
 from llmproxy.gateway.proxying.response_writer import ResponseWriter, within
@@ -88,7 +88,8 @@ class Relay:
                 outcome = Outcome.BROKEN_STREAM if attempt.committed else Outcome.CONNECT_FAILED
                 attempt.fail(outcome, Cause.BROKEN, "The connection to the backend failed.")
         except TimeoutError:
-            if attempt.writing and (attempt.ended or not lease.revoked):
+            waits_for_client = attempt.committed and client.paused and not lease.revoked
+            if waits_for_client or attempt.state is AttemptState.DELIVERING:
                 await client.abort()
                 raise ConnectionAbortedError("it stopped reading") from None
             if not await self._was_complete(attempt, client):
@@ -128,6 +129,7 @@ class Relay:
                 else:
                     await opened()
                 assert exchange is not None
+                attempt.enter(AttemptState.HEAD)
                 attempt.status = exchange.status
                 if exchange.status < 200:
                     message = f"The backend switched to another protocol ({exchange.status}), which was not asked for."
@@ -151,6 +153,7 @@ class Relay:
     # --- an error answer ---------------------------------------------------------------------------------------------
 
     async def _read_error(self, attempt: Attempt, exchange: Exchange, call: Call) -> None:
+        attempt.enter(AttemptState.HELD)
         body = await _read_body(exchange)
         status = exchange.status
         cause = answer_cause(status, body, own_key=call.own_key)
@@ -192,6 +195,7 @@ class Relay:
             attempt.tail = body.replace(attempt.parameters.value, b"null", 1)[-TAIL_BYTES:]
         # The request has no outcome yet: the client may leave, or the decode stage may find no backend.
         attempt.verdict, attempt.prefilled = Verdict.SERVED, True
+        attempt.enter(AttemptState.DONE)
 
     # --- an answer without a stream ----------------------------------------------------------------------------------
 
@@ -205,7 +209,7 @@ class Relay:
         attempt.head = first[:4096]
         check_lease(lease)
         lease.apply(Started(lease.grant.lease), timer.now())
-        attempt.committed = True
+        attempt.enter(AttemptState.STREAMING)
         client.commit(exchange.status, exchange.reason, to_client(exchange.headers))
         relay = ResponseRelay(attempt, timer, exchange, client)
         relay.take(first)
@@ -214,6 +218,7 @@ class Relay:
             await exchange.flow(relay.take)
         await relay.end()
         attempt.complete()
+        attempt.enter(AttemptState.DONE)
 
     # --- a stream ----------------------------------------------------------------------------------------------------
 
@@ -260,6 +265,7 @@ class Relay:
         else:
             attempt.complete()
         await relay.end()
+        attempt.enter(AttemptState.FAILED if tap.error_seen else AttemptState.DONE)
 
     # --- how it ended -------------------------------------------------------------------------------------------------
 
@@ -268,6 +274,7 @@ class Relay:
         if attempt.outcome is not Outcome.COMPLETED:
             return False
         await within(client.end(), client, self._timeouts.stall_s)
+        attempt.enter(AttemptState.DONE)
         return True
 
     def _timed_out(self, attempt: Attempt, timer: AttemptTimer, lease: Lease) -> None:
@@ -280,6 +287,7 @@ class Relay:
             lost = Outcome.BROKEN_STREAM if attempt.committed else Outcome.CONNECT_FAILED
             attempt.fail(lost, Cause.GONE, message)
         elif lease.preempted and not attempt.committed:
+            attempt.enter(AttemptState.FAILED)
             attempt.outcome, attempt.verdict = Outcome.INTERNAL, Verdict.PREEMPTED
         else:
             attempt.fail(outcome, timer.cause, timer.reason())
@@ -339,7 +347,7 @@ def _so_far(reported: Usage, request: Request, seen: int) -> Usage:
 
 async def end_broken(attempt: Attempt, dialect: Dialect, client: ResponseWriter) -> None:
     """End a broken stream with one error event in the client's dialect. Abort the connection of any other answer."""
-    if attempt.tap is None or attempt.writing:
+    if attempt.tap is None or client.paused:
         await client.abort()
         return
     # A blank line ends an incomplete event. Otherwise the client would read the error event as part of it.
@@ -395,10 +403,10 @@ def is_encoded(exchange: Exchange) -> bool:
 
 def is_event_stream(exchange: Exchange) -> bool:
     """Whether the body of an answer is server-sent events."""
-    return any(
-        name.lower() == "content-type" and value.lower().startswith("text/event-stream")
-        for name, value in exchange.headers
-    )
+    for name, value in exchange.headers:
+        if name.lower() == "content-type" and value.lower().startswith("text/event-stream"):
+            return True
+    return False
 
 
 def _rejected_if_unlisted(cause: Cause, call: Call) -> Cause:

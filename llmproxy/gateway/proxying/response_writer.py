@@ -106,6 +106,11 @@ class ResponseWriter:
         """Whether the client has got the head of a stream and comments, but no event."""
         return self.response is not None and not self._committed
 
+    @property
+    def paused(self) -> bool:
+        """Whether the client reads more slowly than it is sent to."""
+        return self._drained is not None
+
     def comment(self, comment: bytes) -> bool:
         """Send an SSE comment to a client that waits for its stream. The first comment sends the head too.
 

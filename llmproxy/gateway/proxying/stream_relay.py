@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from llmproxy.core.lease_events import Committed, Progress, Started
 from llmproxy.gateway.http.headers import Headers, to_client
-from llmproxy.gateway.proxying.attempt import Attempt, AttemptTimer
+from llmproxy.gateway.proxying.attempt import Attempt, AttemptState, AttemptTimer
 from llmproxy.gateway.proxying.response_writer import ResponseWriter
 from llmproxy.gateway.proxying.sse import StreamTap
 from llmproxy.scheduling.lease import Lease
@@ -42,17 +42,15 @@ class ResponseRelay:
 
     async def end(self) -> None:
         """End the answer, and wait until the client has caught up."""
-        self._attempt.writing = self._attempt.ended = True
+        self._attempt.enter(AttemptState.DELIVERING)
         # Until here, an answer that is not a stream had only the total time limit.
         self._timer.streaming(self._timer.now())
         await self._client.end()
 
     def pause(self) -> None:
-        self._attempt.writing = True
         self._exchange.pause()
 
     def resume(self) -> None:
-        self._attempt.writing = False
         # The backend was not silent: the proxy did not read.
         self._timer.alive(self._timer.now())
         self._exchange.resume()
@@ -101,6 +99,8 @@ class StreamRelay(ResponseRelay):
 
     def _buffer(self, data: bytes) -> None:
         attempt, tap = self._attempt, self._tap
+        if attempt.state is AttemptState.HEAD:
+            attempt.enter(AttemptState.HELD)
         attempt.head = (attempt.head + data)[:4096]
         self.first += tap.feed(data)
         if tap.error_first or (self._opening_events and tap.error_seen):
@@ -114,7 +114,7 @@ class StreamRelay(ResponseRelay):
         check_lease(self._lease)
         attempt, exchange, now = self._attempt, self._exchange, self._timer.now()
         self._lease.apply(Committed(self._lease.grant.lease), now)
-        attempt.committed = True
+        attempt.enter(AttemptState.STREAMING)
         self._client.commit(exchange.status, exchange.reason, event_fields(exchange))
         self._reported_s = attempt.last_byte_s = now
         first, self.first = self.first, b""

@@ -72,6 +72,7 @@ class Cluster:
         }
         self.default = self.shards[DEFAULT]
         self.leaving = False
+        """Whether the member is shutting down and should not lead."""
         self.incoming: set[IncomingConnection] = set()
         self.refused: dict[str, str] = {}
         """Host -> reason of its last refused connection, so that each reason is logged once."""

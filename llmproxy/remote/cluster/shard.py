@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from math import inf
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import structlog
 from msgspec.structs import replace
@@ -15,7 +15,6 @@ from llmproxy.remote import messages
 from llmproxy.remote.cluster.election import SEEK_S, Election, Leadership, LockStore
 from llmproxy.remote.cluster.hand_over import HandOver, MemberCallbacks
 from llmproxy.remote.cluster.leasing import LeaderClient, LeaderConnection
-from llmproxy.remote.cluster.network import Network
 from llmproxy.remote.cluster.sessions import MemberSession, MemberSessions
 from llmproxy.remote.cluster.standalone_mode import StandaloneMode
 from llmproxy.remote.link import LocalLink, Sender
@@ -34,6 +33,9 @@ from llmproxy.remote.messages import (
 from llmproxy.remote.server import Services
 from llmproxy.scheduling.dispatcher import Dispatcher
 
+if TYPE_CHECKING:
+    from llmproxy.remote.cluster.cluster import Cluster
+
 RESUME_WAIT_S = 0.3
 """How long a new leader waits for members to report their requests and leases before it decides."""
 WITHOUT_LEADER_S = 5.0
@@ -43,33 +45,16 @@ WITHOUT_LEADER_S = 5.0
 _log = structlog.get_logger()
 
 
-class Process(Protocol):
-    """The member that a shard belongs to."""
-
-    me: Hello
-    network: Network
-    leaving: bool
-    """Whether the member is shutting down and should not lead."""
-
-    @property
-    def id(self) -> str:
-        """See `Cluster.id`."""
-
-    @property
-    def defer_s(self) -> float:
-        """See `Candidate.defer_s`."""
-
-
 class Shard:
     """A shard at this member, from `start` to `close`. It is the `Candidate` of the shard's election."""
 
     def __init__(
-        self, name: str, process: Process, lock_s: float, store: LockStore, dispatcher: Dispatcher,
+        self, name: str, cluster: Cluster, lock_s: float, store: LockStore, dispatcher: Dispatcher,
         leader_client: LeaderClient, callbacks: MemberCallbacks, standalone_after_s: float,
     ) -> None:  # fmt: skip
         """`name` is the name of the shard; see `llmproxy.core.shards`."""
         self.name = name
-        self._process = process
+        self._cluster = cluster
         self._lock_s = lock_s
         self._store = store
         self._dispatcher = dispatcher
@@ -118,16 +103,16 @@ class Shard:
         """The Hello of this member for the shard."""
         election = self._election
         candidate = not self._resigned and self.lock_error is None and election is not None and election.campaigning
-        return replace(self._process.me, epoch=self.epoch, shard=self.name, candidate=candidate)
+        return replace(self._cluster.me, epoch=self.epoch, shard=self.name, candidate=candidate)
 
     # --- start and end ------------------------------------------------------------------------------------------------
 
     def start(self, services: Services, *, campaign: bool) -> None:
         """Join the election. Without `campaign`, the member only follows until the method `campaign` is called."""
         self._services = services
-        me = self._process.me
+        me = self._cluster.me
         self._election = Election(
-            self._store, self._process.id, me.address, self._lock_s, self, self._set_lock_error, campaign=campaign
+            self._store, self._cluster.id, me.address, self._lock_s, self, self._set_lock_error, campaign=campaign
         )
         self._tasks = [
             supervised(self._election.run, "election"),
@@ -221,7 +206,7 @@ class Shard:
         """As leader, announce state for the next leader. Without a leader, refuse late requests or go standalone."""
         while True:
             await asyncio.sleep(SEEK_S)
-            if self._process.leaving:
+            if self._cluster.leaving:
                 self.leave()
             # A leader that still waits for reports has not restored the announced state yet.
             if self.sessions is not None and self._resume_timer is None:
@@ -247,7 +232,7 @@ class Shard:
 
     @property
     def defer_s(self) -> float:
-        return self._process.defer_s
+        return self._cluster.defer_s
 
     def lead(self, epoch: int, until_s: float) -> None:
         if self.is_leader and epoch != self.epoch:
@@ -261,7 +246,7 @@ class Shard:
     def follow(self, leadership: Leadership | None) -> None:
         if self.is_leader:
             self._stop_leading("another member leads" if leadership else "its lock was not renewed, or is given up")
-        if leadership is None or leadership.holder == self._process.id:
+        if leadership is None or leadership.holder == self._cluster.id:
             return
         if self._connection is not None and self._connection.leadership == leadership:
             return
@@ -278,7 +263,7 @@ class Shard:
             self._connection.link.abort()
             self._disconnect(self._connection)
         self.epoch = epoch
-        self.leadership = Leadership(self._process.id, self._me.address, epoch)
+        self.leadership = Leadership(self._cluster.id, self._me.address, epoch)
         self._expected = frozenset(self.members)
         assert self._services is not None
         self.sessions = MemberSessions(
@@ -347,7 +332,7 @@ class Shard:
         """Connect to a leader. Its Welcome then makes this member follow it."""
         connection = LeaderConnection(leadership, self.handle, self.lost)
         try:
-            why = await connection.open(self._process.network, self._me)
+            why = await connection.open(self._cluster.network, self._me)
         finally:
             if self._connection is not connection:
                 connection.link.abort()
