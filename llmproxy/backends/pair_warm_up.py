@@ -39,7 +39,7 @@ _log = structlog.get_logger()
 
 
 class PairWarmUp(BackendObserver):
-    """Connects each pair of backends once after a start of either, one pair at a time, until `close`.
+    """Connects each pair of backends once, after either backend has started, one pair at a time, until `close`.
 
     `backends` maps names to backends and may change at any time. `config` returns the current configuration. A failed
     pair is not tried again: the first split request shows the error.

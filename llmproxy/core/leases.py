@@ -41,19 +41,19 @@ class LeaseObserver:
         """A request was granted a slot, and this lease begins."""
 
     def started(self, lease: LeaseRecord, event: Started, now: float) -> None:
-        """See the event."""
+        """The first token of the answer arrived."""
 
     def committed(self, lease: LeaseRecord, event: Committed, now: float) -> None:
-        """See the event."""
+        """The first byte was sent to the client, so the request cannot move to another backend."""
 
     def progress(self, lease: LeaseRecord, event: Progress, now: float) -> None:
-        """See the event."""
+        """More tokens of the answer arrived."""
 
     def recomputing(self, lease: LeaseRecord, event: Recomputing, now: float) -> None:
-        """See the event."""
+        """The decode stage computes the prompt itself instead of fetching its KV blocks."""
 
     def returned(self, lease: LeaseRecord, event: Returned, now: float) -> None:
-        """See the event."""
+        """The lease ended."""
 
     def excuses(self, lease: LeaseRecord, verdict: Verdict, now: float) -> bool:  # noqa: ARG002
         """Returns whether the backend is not to blame for the end of a lease. Called before `returned`."""
@@ -166,7 +166,7 @@ class Leases:
         answers_on: Backend | None = None,
         prefilled_on: Backend | None = None,
     ) -> int:
-        """Opens a lease and returns its number. For the keyword arguments see `LeaseRecord`."""
+        """Opens a lease and returns its number. The keyword arguments are fields of `LeaseRecord`."""
         number = self._newest = next(self._serial)
         cold = backend.needs_load(request.adapter)
         backend.book(number, request, now, placed.held_tokens)

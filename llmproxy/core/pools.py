@@ -75,8 +75,8 @@ class Pools:
         """Creates the pools.
 
         Args:
-            backends: The configured `max_in_flight` per backend; None to learn the limit.
-            make_placement: Called once per pool.
+            backends: Maps backends to the configured `max_in_flight`; None to learn the limit.
+            make_placement: Makes the placement of a pool. Called once per pool.
             rates: Enforces the rate limits that this process shares with others; None: this process enforces its own.
             shards: The pools that different processes may schedule.
         """
@@ -125,7 +125,7 @@ class Pools:
         backend.health.on_event = lambda event: self._health_events.append((name, event))
 
     def known_limits(self) -> dict[str, KnownLimit]:
-        """Returns the learned batch limits per backend; see `Backend.known_limit`."""
+        """Maps backends to their learned batch limits; backends without one are left out."""
         limits = ((name, backend.known_limit) for name, backend in self.backends.items())
         return {name: limit for name, limit in limits if limit is not None}
 
@@ -137,7 +137,9 @@ class Pools:
         del self.backends[name]
 
     def replace_process(self, name: str) -> None:
-        """Notes that a new process has the name of a backend; see `Backend.replaced`."""
+        """Records that a new process has the name of a backend. Values that were read from the old process are
+        reset.
+        """
         self.backends[name].replaced()
         for scheduler in self._all:
             scheduler.leases.replaced(self.backends[name])
@@ -319,8 +321,8 @@ class Pools:
         excluded: frozenset[str] = frozenset(),
         entry: AdmissionKind = AdmissionKind.NEW,
     ) -> None:
-        """Adds a request to the waiting room of its pool; see `Scheduler.submit`. Also raises Refused if the pool has
-        gone since the name was resolved.
+        """Adds a request to the waiting room of its pool. Raises Refused if the request is not admitted, or if the pool
+        has gone since the model name was resolved.
         """
         scheduler = self._scheduler_of(request)
         if scheduler is None or (

@@ -91,7 +91,7 @@ class Splitting(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Disaggregation:
-    """Settings of disaggregated prefill; see `core.placement.staged`."""
+    """Settings of disaggregated prefill: which requests are split, and how."""
 
     splitting: Splitting
     lease_s: float  # Time for which a prefill engine pins the KV blocks of a prompt.
@@ -100,7 +100,7 @@ class Disaggregation:
 
 @dataclass(frozen=True, slots=True)
 class ScalingSettings:
-    """Settings of the computation of the needed replicas; see `core.scaling.need`."""
+    """Settings of the computation of the needed replicas."""
 
     pools: tuple[str, ...]  # Base models that may have no replica: their requests are held, and demand a replica.
     from_band: int  # Requests of this band and above demand replicas.

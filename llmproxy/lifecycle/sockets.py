@@ -1,10 +1,10 @@
 """Listening sockets, opened here or inherited from the process that started this one.
 
-Two kinds of processes pass on listening sockets. Neither closes them meanwhile, so the kernel queues the connections of
+Two kinds of processes pass on listening sockets. Both keep them open meanwhile, so the kernel queues the connections of
 clients that connect in between:
 
 * systemd, by socket activation: `LISTEN_FDS` descriptors from 3 on belong to process `LISTEN_PID` (sd_listen_fds(3)).
-* The predecessor, a process of this program that is being replaced: see `handover`.
+* The predecessor, a process of this program that is being replaced.
 """
 
 from __future__ import annotations

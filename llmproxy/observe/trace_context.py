@@ -1,6 +1,6 @@
 """The trace context of a request (W3C Trace Context): its parent, whether it is sampled, and the headers for backends.
 
-Only the context is made while a request runs. A thread makes the spans later, from the exit record; see `spans`.
+While a request runs, only the context is made. A thread makes the spans later, from the record of the request.
 """
 
 from __future__ import annotations

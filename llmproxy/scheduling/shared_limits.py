@@ -53,7 +53,7 @@ _log = structlog.get_logger()
 
 
 class Store(Protocol):
-    """Runs scripts atomically; see `ValkeyServer`."""
+    """Runs scripts atomically in a store that proxies share, such as Valkey."""
 
     async def run(self, script: str, keys: Sequence[str | bytes], *given: str | bytes | float) -> object:
         """Runs a script with these keys and arguments, and returns its result. Raises StoreError."""
@@ -62,7 +62,7 @@ class Store(Protocol):
 
 
 class _Rate(NamedTuple):
-    """A rate in the store."""
+    """A shared rate limit, as the store counts it."""
 
     key: bytes
     # Seconds in which the rate refills by one request or token.

@@ -68,7 +68,7 @@ class Catalogue:
         self.apart: frozenset[str] = frozenset()
         """Pools with an own shard."""
         self.unlisted: Mapping[str, str] = {}
-        """See `Settings.unlisted`."""
+        """Names or name patterns that are accepted before a backend lists them, with their base models."""
         self.expecting = False
         """Whether discovery will still add backends."""
         self.ever_read = False

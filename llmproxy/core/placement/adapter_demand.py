@@ -1,4 +1,4 @@
-"""LoRA adapters that a backend must load, and the adapters that they evict."""
+"""Computes which LoRA adapters a backend must load for a request, and which adapters these loads evict."""
 
 from __future__ import annotations
 

@@ -38,9 +38,9 @@ _Generation = dict[int, None]
 class PrefixIndex:
     """The blocks that each backend of one pool has probably cached.
 
-    The time of a call grows with its arguments and the number of backends, not with the size of the index; except for
-    `forget` and the drop of a generation (an eighth of a backend's blocks, after as many new blocks). Hashes are any
-    integers. A backend is added by the first call that names it.
+    The time of a call grows with its arguments and the number of backends, not with the size of the index. The
+    exceptions are `forget`, and the drop of a generation: an eighth of a backend's blocks, after as many new blocks.
+    Hashes may be any integers. The first call that names a backend adds it.
     """
 
     def __init__(self, capacity_blocks: int = CAPACITY_BLOCKS) -> None:

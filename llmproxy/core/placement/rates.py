@@ -232,7 +232,9 @@ class PoolRates:
         return 1.0 / sum(1.0 / max(one_s, 1e-9) for one_s in alone_s)
 
     def prefilled(self, speed: SpeedFactor, tokens: float, attended: float, took_s: float) -> None:
-        """Learns that a backend computed `tokens` prompt tokens in `took_s`. For `attended` see `Attention.learn`."""
+        """Learns that a backend computed `tokens` prompt tokens in `took_s`. They attended to `attended` earlier tokens
+        in sum.
+        """
         self._whole_answers = 0
         # Slow backends may get other prompt lengths than fast ones, which would tilt the line without the correction.
         self._usual_factor = follow(self._usual_factor, speed.factor, 1.0 - KEEP)

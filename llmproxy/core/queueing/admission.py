@@ -59,13 +59,13 @@ class Admission:
         self._settings = settings
 
     def enter(self, request: Request, excluded: frozenset[str], entry: AdmissionKind, now: float) -> list[Drop]:
-        """Admit a request and return the requests that were shed for it. A refusal changes nothing.
+        """Admits a request, and returns the requests that were shed for it. A refusal changes nothing.
 
         Limits are not checked again for a request that comes back after a failed attempt or a preemption, or that
         another scheduler admitted: such requests are few, and a refusal would defeat the retry. When a total limit is
         reached, the newest requests of the lowest band are shed for a request of a higher band.
 
-        Raises Refused; see `Scheduler.submit`.
+        Raises Refused if the request is not admitted.
         """
         excluded, on_hold = self._servable(request, excluded, entry, now)
         service_s = self._first_token.at(request.prompt_tokens)

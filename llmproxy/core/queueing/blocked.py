@@ -17,11 +17,11 @@ OF_BACKEND = "backend:"
 
 
 class BlockedRequests:
-    """Requests that cannot be granted when they would be next, for a reason of their own.
+    """Requests that wait outside their flows.
 
-    Either an in-flight limit of their tenant or model is reached, or their only backend has no free slot. Each such
-    limit and backend has a queue: highest band first, then earliest arrival. A blocked request leaves its flow, so that
-    it does not delay later requests, and returns to its position in the flow when the reason is gone.
+    A request is blocked if an in-flight limit of its tenant or model is reached, or if the only backend that may serve
+    it has no free slot. Each such limit and backend has a queue: highest band first, then earliest arrival. A blocked
+    request does not delay later requests of its flow, and returns to its position in the flow when it may be granted.
     """
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ class Charge(ABC):
     """
 
     def __init__(self, settings: Settings) -> None:
-        """Reads the `settings` of the charge. A subclass reads its settings here, once."""
+        """Reads the settings that the charge needs. Overridden by charges with settings."""
 
     @abstractmethod
     def estimate(self, request: Request) -> float:

@@ -33,7 +33,7 @@ class Ordering(ABC):
     """Ranks the requests of a flow. The key of a waiting request changes at most once (`Rank.turns_s`)."""
 
     def __init__(self, settings: Settings) -> None:
-        """Reads the `settings` of the policy. A subclass reads its settings here, once."""
+        """Reads the settings that the policy needs. Overridden by policies with settings."""
 
     @abstractmethod
     def rank(self, request: Request, service_s: float) -> Rank:

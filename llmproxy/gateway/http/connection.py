@@ -160,7 +160,7 @@ class ClientConnection(web.RequestHandler):
             self._start_unread_timer()
 
     async def _first_message(self) -> None:
-        """Waits for the first request. Before each later request, aiohttp itself waits."""
+        """Waits for the first request of the connection. Before each later request, aiohttp itself waits."""
         self._waiter = self._loop.create_future()
         try:
             await self._waiter
@@ -168,7 +168,7 @@ class ClientConnection(web.RequestHandler):
             self._waiter = None
 
     def _start_unread_timer(self) -> None:
-        """Limit how long the client may take to read the written bytes, while no handler waits for the client."""
+        """Limits how long the client may take to read the written bytes, while no handler waits for the client."""
         if self._wire is not None and self._unread_timer is None:
             self._unread_timer = self._loop.call_later(self._limits.idle_timeout_s, self._wire.abort)
 

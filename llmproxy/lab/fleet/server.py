@@ -295,7 +295,7 @@ class SimulatedServer:
             self._next()
 
     def _fetched(self, request_id: str, found: bool) -> None:
-        """The KV cache of a request was read, or the transfer failed."""
+        """Handles the end of a transfer: the KV cache of a request was read, or the transfer failed."""
         fails = not found and self._kv.times.on_failure == "fail"
         if fails and (job := self._jobs.pop(request_id, None)) is not None:
             del self._before_first_token[request_id]

@@ -56,7 +56,7 @@ def own_name(config: Config) -> str:
 
 
 def _own() -> dict[str, str]:
-    """Returns the policies with the proxy's own queue: name -> placement."""
+    """Maps the policies that use the proxy's own queue to their placements."""
     names = (*presets.names(), BLEND)
     return {LATE + name if name in baselines.names() else name: name for name in names}
 

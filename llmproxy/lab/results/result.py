@@ -64,9 +64,9 @@ class BackendResult(_Model):
     """A replica. `requests` counts the requests whose last attempt was on this replica.
 
     Tokens are counted only for requests with a first token. `prefill_tokens` are computed prompt tokens, `hit_tokens`
-    are cached ones. `engine_preemptions` are preemptions of the engine in the whole run. `mean_running` is the mean
-    number of sequences in the batch, and `mean_waiting` of requests that wait inside the engine, both sampled during
-    the whole trace.
+    are cached prompt tokens. `engine_preemptions` are preemptions by the engine in the whole run. `mean_running` is the
+    mean number of sequences in the batch, and `mean_waiting` the mean number of requests that wait inside the engine,
+    both sampled during the whole trace.
     """
 
     requests: int
@@ -114,10 +114,10 @@ class FairnessResult(_Model):
 
     * `counter_difference`: the largest difference between the virtual token counters of two backlogged flows of one
       band in the whole run.
-    * `jain_least`: the lowest index of Jain (1: equal service) of any window of 60 s. It compares the weighted
-      service (see `service_difference_tokens`) of the tenants that were backlogged during the whole window.
+    * `jain_least`: the lowest Jain index (1: equal service) of any window of 60 s. The index compares the weighted
+      service (1 per prompt token, 2 per output token) of the tenants that were backlogged during the whole window.
     * `adherence_least`: the least share of one tenant's requests that met their objectives, in any window of 5 minutes.
-    * `ended_most`: the largest number of requests of all tenants that ended in such a window.
+    * `ended_most`: the largest number of requests of all tenants that ended in a window of 5 minutes.
     * `prompt_tokens_most`: the longest prompt.
     * `unfinished_tokens_most`: the largest number of tokens at one time in requests that were dispatched and have not
       ended.
@@ -166,9 +166,9 @@ class FaultDetection(_Model):
 class ScaledResult(_Model):
     """The scaling of a fleet.
 
-    `mean` and `peak` count replicas; the mean includes starting and leaving ones. `turns` counts how often the wanted
-    number changed its direction within two start-up times. `violated_s` is the time in which less than 95 % of the
-    arrivals met their objectives, in intervals of a sixtieth of the trace or longer.
+    `mean` and `peak` count replicas; `mean` includes replicas that start or leave. `turns` counts how often the wanted
+    number changed its direction within two start-up times. `violated_s` is the total length of the intervals in which
+    less than 95 % of the arrivals met their objectives; an interval is a sixtieth of the trace or longer.
     """
 
     mean: float
@@ -283,7 +283,7 @@ class Bound(_Model):
 class SimulationResult(_Model):
     """All runs of one trace on one fleet.
 
-    `bounds` maps the label of a load (see `load_label`) to its bounds: name -> bound, in display order.
+    `bounds` maps a load, such as `rate_scale 1, prefill_scale 1.9`, to its bounds (name -> bound, in display order).
     """
 
     format: Literal["llmproxy-simulate/1"] = FORMAT

@@ -22,7 +22,7 @@ BOM = b"\xef\xbb\xbf"
 
 
 def open_trace(path: Path) -> Trace:
-    """Returns the trace in a file, gzipped or not. Its first line shows its format; see `formats`.
+    """Returns the trace in a file, gzipped or not. The first line of the file shows its format.
 
     Only the first line is read here. `Trace.arrivals` reads the file again at each call, with one line in memory. A
     decision log is not in the order of arrival, so all requests that ended during the longest request are in memory.

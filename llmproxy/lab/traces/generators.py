@@ -81,9 +81,10 @@ def lora_zipf(
 ) -> Iterator[Arrival]:
     """Requests for LoRA adapters of power-law popularity, as in S-LoRA with its defaults.
 
-    The adapter of rank i gets a share of requests in proportion to i^-alpha, as a Gamma process with the coefficient of
-    variation `cv`. Lengths of prompts and answers are uniform in tokens_min..tokens_max, and prompts share nothing.
-    Every `drift_s` seconds (0: never) the ranks are shuffled. Raises TraceError.
+    The i-th most popular adapter gets a share of requests in proportion to i^-alpha. The gaps between its requests have
+    a Gamma distribution with the coefficient of variation `cv`. Lengths of prompts and answers are uniform in
+    tokens_min..tokens_max, and prompts share nothing. Every `drift_s` seconds (0: never) the order of popularity is
+    shuffled. Raises TraceError.
     """
     check(tokens_min, LENGTH_TOKENS_MAX, tokens_max=tokens_max)
     if drift_s:

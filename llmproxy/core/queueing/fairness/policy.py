@@ -18,7 +18,7 @@ class FairnessPolicy(ABC):
     """
 
     def __init__(self, settings: Settings) -> None:
-        """Reads the `settings` of the policy. A subclass reads its settings here, once."""
+        """Reads the settings that the policy needs. Overridden by policies with settings."""
 
     @abstractmethod
     def backlogged(self, flow: str, head: Request) -> None:

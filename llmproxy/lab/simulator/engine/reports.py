@@ -9,14 +9,14 @@ from llmproxy.lab.simulator.engine.kv_cache import Changes
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The result of a step, or of several steps of `Engine.advance`. All requests are given by id.
+    """The result of a step, or of several steps of `Engine.advance`. Requests are given by their ids.
 
     - `duration_s`: Seconds from the start of the step until its tokens exist.
     - `emitted`: Requests that got one token each, in order of admission.
     - `finished`: Requests that got their last token.
     - `admitted`: Requests that left the queue, each with its number of cached prompt tokens.
-    - `wrong`: Admitted requests that found KV of another prompt.
-    - `fetches`: Requests whose KV must be fetched from now on, each with its number of missing tokens.
+    - `wrong`: Admitted requests that found KV blocks of another prompt.
+    - `fetches`: Requests whose KV blocks must be fetched from now on, each with its number of missing tokens.
     - `kv_events`: At most one batch per step, with the seconds from the start of the first step to the end of its step.
       Empty before `publish_kv_events`.
     """

@@ -12,8 +12,8 @@ class EngineRequest:
     """A sequence with a prompt of `prompt_tokens` (>= 1) and exactly `output_tokens` (>= 1) of output.
 
     `hashes` are `kv_cache.block_hashes` of the prompt, and of the output as far as it is known; blocks without a hash
-    are never shared. `pins`: the blocks stay after the end until `Engine.release`. `remote`: the KV of the prompt is
-    fetched from another engine; see `Engine.fetched`.
+    are never shared. `pins`: the blocks stay after the end until `Engine.release`. `remote`: the KV blocks of the
+    prompt are fetched from another engine, and `Engine.fetched` ends the transfer.
     """
 
     id: str

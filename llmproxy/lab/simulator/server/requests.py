@@ -200,7 +200,9 @@ def _messages(body: Body) -> list[Any]:
 
 
 def _prompts(prompt: object) -> list[tuple[int, ...]]:
-    """Returns the prompts of the four forms: a text, texts, token ids, lists of token ids."""
+    """Returns the prompts in the field `prompt`, which is a text, a list of texts, token ids, or a list of token id
+    lists.
+    """
     if isinstance(prompt, str) and prompt:
         return [tokens_of(prompt)]
     if isinstance(prompt, list) and prompt:
