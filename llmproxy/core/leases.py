@@ -98,7 +98,7 @@ class Leases:
         self._on_excuses = _overriding(observers, LeaseObserver.excuses)
         self._on_process_gone = _overriding(observers, LeaseObserver.process_gone)
         self._open: dict[int, LeaseRecord] = {}
-        self._revoked: list[int] = []
+        self.revoked: list[int] = []
         self._newest = 0
         self._newest_of_old: dict[str, int] = {}
 
@@ -129,13 +129,13 @@ class Leases:
 
     def revoke(self, leases: Iterable[int]) -> None:
         """Marks leases for `take_revoked`, because their backend is gone or hangs."""
-        self._revoked += leases
+        self.revoked += leases
 
     def take_revoked(self) -> list[Revoke]:
         """Returns the open leases that were revoked since the last call."""
-        if not self._revoked:
+        if not self.revoked:
             return []
-        numbers, self._revoked = self._revoked, []
+        numbers, self.revoked = self.revoked, []
         revoked = [self._open[number] for number in numbers if number in self._open]
         return [Revoke(lease.number, lease.request, lease.backend.name) for lease in revoked]
 

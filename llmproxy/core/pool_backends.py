@@ -52,7 +52,11 @@ class PoolBackends:
         return False
 
     def views(self, now: float) -> list[View]:
-        return [backend.view(now) for backend in self.by_name.values()]
+        views = []
+        for backend in self.by_name.values():
+            view = backend.cached_view
+            views.append(backend.view(now) if view is None or now >= backend.view_until_s else view)
+        return views
 
     def refresh(self, views: list[View], backend: Backend, now: float) -> None:
         """Replaces the view of `backend` in a list that `views()` returned."""

@@ -34,7 +34,8 @@ class Preemption(LeaseObserver):
     def __init__(self, settings: Settings, headroom: Headroom) -> None:
         self._settings = settings
         self._headroom = headroom
-        self._open: dict[int, LeaseRecord] = {}
+        self.open: dict[int, LeaseRecord] = {}
+        """The leases that may be preempted, by number."""
         self._by_band: dict[int, dict[int, None]] = {}
         self._pending: dict[int, Backend] = {}
         self._urgent: dict[int, Backend] = {}
@@ -50,7 +51,7 @@ class Preemption(LeaseObserver):
             if lease.request.stage is DECODE:
                 # The KV blocks of its prompt can be fetched only once.
                 return
-            self._open[lease.number] = lease
+            self.open[lease.number] = lease
             self._by_band.setdefault(lease.request.band, {})[lease.number] = None
         else:
             self._urgent[lease.number] = lease.backend
@@ -58,8 +59,8 @@ class Preemption(LeaseObserver):
     def started(self, lease: LeaseRecord, event: LeaseEvent, now: float) -> None:
         """Removes a lease that has a first byte or has ended, so that it is not preempted."""
         number = lease.number
-        if number in self._open:
-            del self._by_band[self._open.pop(number).request.band][number]
+        if number in self.open:
+            del self._by_band[self.open.pop(number).request.band][number]
         self._pending.pop(number, None)
         self._urgent.pop(number, None)
 
@@ -71,19 +72,19 @@ class Preemption(LeaseObserver):
         An engine with waiting requests has fewer slots than expected, and serves them in order of arrival. So leases
         are preempted that are ahead of a lease above `default`, or beyond a batch limit that was learned later.
         """
-        if not self._open or not self._settings.preemption or not self._headroom.used_above(DEFAULT, now):
+        if not self.open or not self._settings.preemption or not self._headroom.used_above(DEFAULT, now):
             return
         behind = {backend.name: lease for lease, backend in self._urgent.items()}
         for backend in backends:
             last, beyond = behind.get(backend.name, -1), self._beyond(backend, now)
             if last < 0 and beyond <= 0:
                 continue
-            queued = [x for x in backend.queued(now) if x in self._open and backend.unstarted(x)]
-            for lease in sorted(queued, key=lambda lease: self._open[lease].request.band):
+            queued = [x for x in backend.queued(now) if x in self.open and backend.unstarted(x)]
+            for lease in sorted(queued, key=lambda lease: self.open[lease].request.band):
                 if len(self._pending) >= PREEMPT_MAX:
                     return
                 if lease not in self._pending and (lease < last or beyond > 0):
-                    beyond -= self._open[lease].request.sequences
+                    beyond -= self.open[lease].request.sequences
                     yield self._preempt(lease)
 
     def _beyond(self, backend: Backend, now: float) -> int:
@@ -93,7 +94,7 @@ class Preemption(LeaseObserver):
         if backend.reading is None or not backend.reading.waiting:
             return 0
         view = backend.view(now)
-        leaving = sum(self._open[x].request.sequences for x, owner in self._pending.items() if owner is backend)
+        leaving = sum(self.open[x].request.sequences for x, owner in self._pending.items() if owner is backend)
         return view.load - leaving - view.limit - view.look_ahead
 
     def choose(self, waiting: Iterable[Queued], now: float) -> Iterator[Preempt]:
@@ -121,7 +122,7 @@ class Preemption(LeaseObserver):
                 hopeless.add(queued, NO_MATCH)
 
     def _preempt(self, lease: int) -> Preempt:
-        record = self._open[lease]
+        record = self.open[lease]
         self._pending[lease] = record.backend
         return Preempt(lease, record.request, record.backend.name)
 
@@ -134,16 +135,16 @@ class Preemption(LeaseObserver):
         """Returns the backend on which the end of a lease frees a slot. For a prefill stage, that is the decode backend
         with its reserved slot.
         """
-        record = self._open[lease]
+        record = self.open[lease]
         return record.answers_on or record.backend
 
     def _makes_room(self, lease: int, queued: Queued, now: float) -> bool:
         backend = self._gives_back(lease)
         if not could_serve(queued.request, queued.excluded, backend.view(now)):
             return False
-        if not self._open[lease].backend.unstarted(lease):
+        if not self.open[lease].backend.unstarted(lease):
             return False
-        leaving = [self._open[x] for x in (*self._pending, lease)]
+        leaving = [self.open[x] for x in (*self._pending, lease)]
         view = backend.view_without([one.number for one in leaving if one.backend is backend], now)
         reserved = sum(one.request.sequences for one in leaving if one.answers_on is backend)
         view = replace(view, load=view.load - reserved)
@@ -152,7 +153,3 @@ class Preemption(LeaseObserver):
     @property
     def pending(self) -> int:
         return len(self._pending)
-
-    @property
-    def open(self) -> int:
-        return len(self._open)

@@ -277,13 +277,15 @@ class Scheduler:
         decisions = self._decided
         if now >= self._backends.outliers.check_s:
             self.leases.revoke(self._backends.eject_outliers(now))
-        decisions += self.leases.take_revoked()
+        if self.leases.revoked:
+            decisions += self.leases.take_revoked()
         if self._shed:
             decisions += self._shed
             self._shed = []
         if self._prefilled:
             self._grant_answers(decisions, now)
-        decisions += self._preemption.clear(self._backends.by_name.values(), now)
+        if self._preemption.open:
+            decisions += self._preemption.clear(self._backends.by_name.values(), now)
         self._more = False
         if not self._room.waiting:
             # Most passes follow a reading or the end of a lease while no request waits, and need no views.
@@ -471,7 +473,7 @@ class Scheduler:
         band = self._room.bands[request.band]
         inverted = not guaranteed and self._inverts(placed, request.band, now)
         standing = band.fairness.standing(request.flow)
-        ahead, left_s = len(self._room) - 1, self._room.deadlines.own_left_s(queued, now)
+        ahead, left_s = len(self._room.waiting) - 1, self._room.deadlines.own_left_s(queued, now)
         sizes, flows = self._room.sizes(), band.flows
         waited = self._room.leave(queued)
         backend, answers_on = self._backends.by_name[placed.backend], None

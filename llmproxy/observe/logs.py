@@ -15,7 +15,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from io import FileIO, RawIOBase, TextIOWrapper
 from textwrap import indent
@@ -47,9 +47,6 @@ _ALARMING = {Outcome.INTERNAL: "error", Outcome.BROKEN_STREAM: "warning"}
 
 Listener = Callable[[str, str, Mapping[str, Any]], None]
 _listeners: list[Listener] = []
-
-# Shared by all lines: it has no state.
-_surviving = suppress(OSError, ValueError)
 
 _log = structlog.get_logger()
 
@@ -249,13 +246,17 @@ class _Stream:
         self._flushes_lines = target.line_buffering if isinstance(target, TextIOWrapper) else False
 
     def write(self, text: str) -> None:
-        with _surviving:
+        try:  # noqa: SIM105 - `suppress` costs three calls, for each line
             self._target.write(text)
+        except (OSError, ValueError):
+            pass
 
     def flush(self) -> None:
         if not self._flushes_lines:
-            with _surviving:
+            try:  # noqa: SIM105 - see `write`
                 self._target.flush()
+            except (OSError, ValueError):
+                pass
 
 
 class _StandardError(LineWriter[bytes]):

@@ -8,7 +8,7 @@ import socket
 import ssl
 import sys
 from collections.abc import Mapping
-from functools import partial
+from functools import lru_cache, partial
 from operator import attrgetter
 from typing import Self
 
@@ -33,6 +33,9 @@ the connection before."""
 OTHER_ADDRESS_AFTER_S = 0.25
 """Head start of the first address of a name over the next one (RFC 8305, section 5)."""
 
+
+_url = lru_cache(maxsize=1024)(URL)
+"""The parsed base URLs of the last backends."""
 
 _Destination = tuple[str, PeerTls | None]
 """The key of a connection: its base URL and its TLS settings."""
@@ -81,7 +84,7 @@ class HttpUpstream:
         body: Body,
         connect_timeout_s: float,
     ) -> HttpExchange:
-        url = URL(base_url)
+        url = _url(base_url)
         size_bytes = sum(map(len, body))
         head = _head(url, method, path_qs, headers, size_bytes)
         to = base_url, self._endpoints.tls.get(base_url)
@@ -195,12 +198,13 @@ async def _send(connection: BackendConnection, head: bytes, body: Body, size_byt
 
 def _head(url: URL, method: str, path_qs: str, headers: Headers, size_bytes: int) -> bytes:
     """Returns the head of a request. Raises ValueError for text that a server would parse as more than one field."""
-    fields = [
-        field
-        for field in (headers.items() if isinstance(headers, Mapping) else headers)
-        if field[0].lower() != "content-length"
-    ]
-    if "host" not in [name.lower() for name, _ in fields]:
+    fields, named_host = list[tuple[str, str]](), False
+    for field in headers.items() if isinstance(headers, Mapping) else headers:
+        lower = field[0].lower()
+        if lower != "content-length":
+            fields.append(field)
+            named_host = named_host or lower == "host"
+    if not named_host:
         fields.insert(0, ("Host", url.host_port_subcomponent or ""))
     fields.append(("Content-Length", str(size_bytes)))
     target = url.raw_path.rstrip("/") + path_qs

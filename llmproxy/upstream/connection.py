@@ -224,12 +224,14 @@ class BackendConnection(asyncio.Protocol):
 
     def on_status(self, reason: bytes) -> None:
         if self._exchange is not None and not self._exchange.status:
-            self._exchange.reason += _text(reason)
+            self._exchange.reason += reason.decode("utf-8", "surrogateescape")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         # Trailers (fields after the body) are dropped.
         if self._exchange is not None and not self._exchange.status:
-            self._exchange.headers.append((_text(name), _text(value)))
+            self._exchange.headers.append(
+                (name.decode("utf-8", "surrogateescape"), value.decode("utf-8", "surrogateescape"))
+            )
 
     def on_headers_complete(self) -> None:
         status, exchange = self._parser.get_status_code(), self._exchange
@@ -392,7 +394,3 @@ class HttpExchange:
 
 def _broken(dropped: bool) -> Callable[[str], UpstreamBroken]:
     return partial(ConnectionDropped, at_s=asyncio.get_running_loop().time()) if dropped else UpstreamBroken
-
-
-def _text(data: bytes) -> str:
-    return data.decode("utf-8", "surrogateescape")

@@ -248,7 +248,7 @@ def test_blocked_requests_are_counted_by_band_and_limit() -> None:
 def _block(fleet: Pools) -> None:
     """Adds two slots, one of them reserved, so that waiting requests are tried and reach their usage limit."""
     fleet.backends["a"].limit.value = 3
-    fleet.backends["a"]._view = None
+    fleet.backends["a"].cached_view = None
     assert not fleet.decide(0.0)
 
 

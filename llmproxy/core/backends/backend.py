@@ -74,9 +74,9 @@ class Backend:
         self._unread = False
         self._generates = True
         self._numberless_polls = 0
-        self._view: View | None = None
+        self.cached_view: View | None = None
         self._outline: View | None = None
-        self._view_until_s = self._changes_s = -inf
+        self.view_until_s = self._changes_s = -inf
 
     # --- configuration -------------------------------------------------------------------------------------------
 
@@ -456,29 +456,29 @@ class Backend:
 
     def view(self, now: float) -> View:
         """Returns the view at `now`. The view is cached until an event or the clock changes it."""
-        if self._view is None or now >= self._view_until_s:
-            self._view = self._make_view(now)
-        return self._view
+        if self.cached_view is None or now >= self.view_until_s:
+            self.cached_view = self._make_view(now)
+        return self.cached_view
 
     def changes_at(self, now: float) -> float | None:
         """Returns when a slot may become free without an event; None if only an event can free one."""
-        if self._view is None or now >= self._view_until_s:
+        if self.cached_view is None or now >= self.view_until_s:
             self.view(now)
         return None if self._changes_s == inf else self._changes_s
 
     def _changed(self) -> None:
-        self._view = self._outline = None
+        self.cached_view = self._outline = None
 
     def _load_changed(self, *, alone: bool = True) -> None:
         """Discards the cached view. If only the load changed (`alone`), the cached parts without the load are kept."""
-        self._view = None
+        self.cached_view = None
         # A lease that begins or ends normally changes the outline only in these cases.
         if not alone or self.health.ejected or (self.reading is not None and self.reading.deferred):
             self._outline = None
 
     def _make_view(self, now: float) -> View:
         outline = self._outline
-        if outline is None or now >= self._view_until_s:
+        if outline is None or now >= self.view_until_s:
             outline = self._outline = self._make_outline(now)
         own, limit, kv_used = self._own, outline.limit, outline.kv_used
         if outline.kv_tokens:
@@ -507,7 +507,7 @@ class Backend:
             kv_used, kv_tokens = reading.kv_used or 0.0, reading.kv_tokens
         self._changes_s = until_s
         # No request waits for slow start: if no other backend has room, it is sent here at once.
-        self._view_until_s = min(until_s, health.warmer_at(now) or inf)
+        self.view_until_s = min(until_s, health.warmer_at(now) or inf)
         available = health.available(now) and not self.health.drained
         # Load of other processes counts against this process only beyond their parts of the limit.
         limit = max(1, self.limit.value // self._limit_divisor)

@@ -51,7 +51,8 @@ class DecayingRate:
         self._per_s = self._at_s = 0.0
 
     def add(self, amount: float, now: float) -> None:
-        self._per_s, self._at_s = self.at(now) + amount / self._window_s, now
+        self._per_s = self._per_s * exp((self._at_s - now) / self._window_s) + amount / self._window_s
+        self._at_s = now
 
     def at(self, now: float) -> float:
         return self._per_s * exp((self._at_s - now) / self._window_s)

@@ -160,11 +160,8 @@ class BackendLoad:
         """Returns the seconds until the backend has computed its prompts and loaded their adapters, plus the base time
         of one prompt.
         """
-        base_s = rates.prefill.base * self.prefill.factor
-        if not self.unstarted:
-            return base_s
         work_s, overdue_s = self._unfinished_s(rates, now)
-        return base_s + work_s + overdue_s
+        return rates.prefill.base * self.prefill.factor + work_s + overdue_s
 
     def _unfinished_s(self, rates: PoolRates, now: float) -> tuple[float, float]:
         """Returns (seconds that prompts and adapter loads still take, seconds that the oldest prompt is overdue)."""

@@ -212,7 +212,8 @@ class CostPlacement(Placement):
         backend_loads = [known.get(view.backend) or self._backend_load(view.backend) for view in able]
         matched = self._matched(request, able, backend_loads)
         rates, index, without = self._rates, self._index, self._without
-        token_s, step_base_s, step_slope_s = rates.prefill.slope, rates.step.base, rates.step.slope
+        prefill_base_s, token_s = rates.prefill.base, rates.prefill.slope
+        step_base_s, step_slope_s = rates.step.base, rates.step.slope
         attention = 0.5 * rates.attention.share
         hits = self._hit_ratio
         displaces = hits / (1.0 - hits) if hits < CONGESTED else SCARCEST
@@ -240,13 +241,14 @@ class CostPlacement(Placement):
                 cached_tokens = shared_tokens
             if cached_tokens > prompt_tokens - 1.0:
                 cached_tokens = prompt_tokens - 1.0
-            queue_s = backend_load.queue_s(rates, now)
+            base_s = prefill_base_s * speed.factor
+            queue_s = backend_load.queue_s(rates, now) if backend_load.unstarted else base_s
             transfer_s = None
             if fetched:
                 # The prefill engine sends the uncached part of the prompt.
                 transfer_s = rates.transfer.at(prompt_tokens - cached_tokens)
                 cached_tokens = float(prompt_tokens)
-                queue_s -= rates.prefill.base * speed.factor
+                queue_s -= base_s
             # Each token attends to all earlier tokens: on average to the cached tokens and half of the uncached ones.
             work_tokens = (prompt_tokens - cached_tokens) * (1.0 + attention * (prompt_tokens + cached_tokens))
             prefill_s = work_tokens * token_s * speed.factor

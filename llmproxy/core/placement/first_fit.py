@@ -100,7 +100,7 @@ def first_fit(
             try:
                 # A head that fits nowhere must not block its flow while lower bands are served.
                 for queued in line:
-                    if (blocked := limited(queued, limits)) is not None:
+                    if queued.request.limits and (blocked := limited(queued, limits)) is not None:
                         return blocked
                     if queued.request.backend is not None:
                         own = _at_only_backend(queued, placement, views, ceiling, passed_over, now)

@@ -210,7 +210,10 @@ def with_context(request: Request, fitting: list[View], views: Sequence[View], e
     The prompt's length is an estimate. If even the longest context seems too short, the engine decides.
     """
     needed = context_tokens(request)
-    if not [view for view in fitting if view.max_model_len is not None and view.max_model_len < needed]:
+    for view in fitting:
+        if view.max_model_len is not None and view.max_model_len < needed:
+            break
+    else:
         return fitting
     serving = (view for view in views if request.model in view.served and view.backend not in excluded)
     longest = max((view.max_model_len or needed for view in serving), default=needed)

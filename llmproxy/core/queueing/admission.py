@@ -7,7 +7,7 @@ from contextlib import closing
 
 from llmproxy.core.backends.backend import Backend
 from llmproxy.core.backends.view import View
-from llmproxy.core.domain import AdmissionKind, Drop, Outcome, Refused, Request
+from llmproxy.core.domain import AdmissionKind, Drop, Outcome, Refused, Request, Slo
 from llmproxy.core.estimates.line import FirstToken
 from llmproxy.core.queueing.headroom import Headroom
 from llmproxy.core.queueing.occupancy import DrainRate
@@ -74,7 +74,8 @@ class Admission:
         band = self._room.bands[request.band]
         shed: list[Drop] = []
         if entry is AdmissionKind.NEW:
-            self._refuse_late(request, service_s, now)
+            if request.slo is not None and self._settings.refuse_late:
+                self._refuse_late(request, request.slo, service_s, now)
             victims = self._victims(request, now)
             self._limits.admit(request, now)
             shed = [self._shed(victim, now) for victim in victims]
@@ -124,17 +125,17 @@ class Admission:
             raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_EMPTY_S)
         return not backend.up
 
-    def _refuse_late(self, request: Request, service_s: float, now: float) -> None:
-        if not self._settings.refuse_late or request.slo is None or request.slo.ttft_s is None:
+    def _refuse_late(self, request: Request, slo: Slo, service_s: float, now: float) -> None:
+        if slo.ttft_s is None:
             return
         ceiling = self._headroom.ceiling(request.band, now)
         able = [one.view(now) for one in self._backends.values() if request.backend in (None, one.name)]
         seen = self._headroom.views_for(request.band, able, now)
         room_s = 0.0 if self._ready(seen, request.band, ceiling, now) else self._drain.interval_s(now) or 0.0
-        late_s = now + room_s + service_s - request.arrived_s - request.slo.ttft_s
+        late_s = now + room_s + service_s - request.arrived_s - slo.ttft_s
         if late_s > 0.0:
             message = (
-                f"The first token is due within {request.slo.ttft_s:g} s and would come {late_s:.2f} s late even if"
+                f"The first token is due within {slo.ttft_s:g} s and would come {late_s:.2f} s late even if"
                 " this request were served next. Try elsewhere, or later."
             )
             retry_after_s = self._drain.retry_after_s(self._room.ahead_of(request.band), now)

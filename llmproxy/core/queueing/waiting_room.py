@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from math import inf
 
 from llmproxy.core.domain import Request, Waited, WaitReason
@@ -155,9 +155,9 @@ class WaitingRoom:
             rule = f"the limit {line} is used up"
         return Waited(rule, self._drain.granted_since(since_s))
 
-    def full(self, request: Request, without: Iterable[Queued] = ()) -> Full | None:
+    def full(self, request: Request, without: Sequence[Queued] = ()) -> Full | None:
         """Returns the limit that `request` would exceed if the requests `without` had left; None if it fits."""
-        return self._occupancy.full(request, [queued.request for queued in without])
+        return self._occupancy.full(request, [queued.request for queued in without] if without else ())
 
     def bound_to(self, backend: str) -> list[Queued]:
         """Returns the waiting requests that may go to no backend but `backend`."""

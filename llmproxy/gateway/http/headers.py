@@ -119,5 +119,8 @@ def as_text(value: str) -> str:
 
 def named_in_connection(fields: Iterable[tuple[str, str]]) -> frozenset[str]:
     """The names that `Connection` fields declare as hop-by-hop."""
-    values = [value for name, value in fields if name.lower() == "connection"]
-    return frozenset(token.strip().lower() for value in values for token in value.split(",")) if values else _NOTHING
+    named = _NOTHING
+    for name, value in fields:
+        if name.lower() == "connection":
+            named |= {token.strip().lower() for token in value.split(",")}
+    return named

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from email.utils import formatdate
 from http.client import responses
 from typing import Any, Protocol, cast
 
 from aiohttp import HttpVersion11, web
 from aiohttp.abc import AbstractStreamWriter
+from aiohttp.helpers import rfc822_formatted_time
 
 from llmproxy.gateway.http.connection import ClientConnection
 from llmproxy.gateway.http.cors import Cors
@@ -163,7 +163,7 @@ class ResponseWriter:
         if keep_alive is not modern:
             fields.append(("Connection", "keep-alive" if keep_alive else "close"))
         if "date" not in known:
-            fields.append(("Date", formatdate(usegmt=True)))
+            fields.append(("Date", rfc822_formatted_time()))
         version = "1.1" if modern else "1.0"
         phrase = reason_to_client(reason) or responses.get(status, "")
         self._head = http1.head(f"HTTP/{version} {status} {phrase}", fields)

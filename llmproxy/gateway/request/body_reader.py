@@ -218,10 +218,13 @@ def _assembled(
 
 
 def _is_splittable(kind: BodyKind, fields: Mapping[str, Any]) -> bool:
+    if kind not in _SPLITTABLE:
+        return False
     # With tools, the engine may answer one request for a response in several turns, each with a prompt of its own.
-    names = (*_INDIVISIBLE, "tools") if kind is BodyKind.RESPONSES else _INDIVISIBLE
-    indivisible = any(fields.get(name) is not None and fields[name] is not False for name in names)
-    return kind in _SPLITTABLE and not indivisible and _is_alike(kind, fields)
+    for name in (*_INDIVISIBLE, "tools") if kind is BodyKind.RESPONSES else _INDIVISIBLE:
+        if fields.get(name) is not None and fields[name] is not False:
+            return False
+    return _is_alike(kind, fields)
 
 
 def _is_alike(kind: BodyKind, fields: Mapping[str, Any]) -> bool:
@@ -230,14 +233,19 @@ def _is_alike(kind: BodyKind, fields: Mapping[str, Any]) -> bool:
     An engine that rejects a malformed decode call does not free the prompt, whose blocks then stay until the KV lease
     expires. Only members that differ between the two calls are checked: other bad values already fail the prefill.
     """
-    counts = [fields.get(name) for name in (*LIMITS[kind], "min_tokens")]
+    for name in (*LIMITS[kind], "min_tokens"):
+        if fields.get(name) is not None and type(fields[name]) is not int:
+            return False
     streams, options = fields.get("stream"), fields.get("stream_options")
     flags = [streams, fields.get(STORE)]
     if options is not None:
         if streams is not True or not isinstance(options, dict):
             return False
         flags += options.values()
-    return all(one is None or type(one) is int for one in counts) and all(one in (None, False, True) for one in flags)
+    for flag in flags:  # noqa: SIM110 - a generator costs more calls, for each request
+        if flag not in (None, False, True):
+            return False
+    return True
 
 
 def read_form(body: bytes, content_type: str, session_members: Sequence[str] = ()) -> Slices[ParsedBody]:
@@ -281,9 +289,14 @@ def _facts(
     stream = as_bool(fields.get("stream"))
     if stream is None and kind is not BodyKind.OTHER:
         raise BadBody("The field stream must be true or false.", "body.stream")
-    text_bytes = sum(size.text_bytes for size in sizes)
-    tokens = [size.tokens for size in sizes if size.tokens is not None]
-    max_tokens = next((fields[name] for name in LIMITS[kind] if fields.get(name) is not None), None)
+    text_bytes, tokens, max_tokens = 0, list[int](), None
+    for size in sizes:
+        text_bytes += size.text_bytes
+        if size.tokens is not None:
+            tokens.append(size.tokens)
+    for name in LIMITS[kind]:
+        if (max_tokens := fields.get(name)) is not None:
+            break
     return RequestFacts(
         model=model or None,
         stream=stream is True,

@@ -200,7 +200,7 @@ class Identity:
             tenant=tenant.name,
             weight=self._weights.get(flow, tenant.weight),
             slo=None if ttft_s is None and tpot_s is None else Slo(ttft_s, tpot_s),
-            limits=tuple(self._usage_limits(tenant.name, requested, target)),
+            limits=tuple(self._usage_limits(tenant.name, requested, target)) if self._limits else (),
             unknown_objective=unknown,
         )
 

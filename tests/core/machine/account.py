@@ -352,9 +352,11 @@ def assert_nothing_left(pools: Pools, now: float) -> None:
         assert not room._labels
         assert not room.blocked.size
         assert not one.leases
-        assert not one.leases._revoked
-        assert one._preemption.open == one._preemption.pending == 0
-        assert not any((one.charges._charges, one.charges._between))
+        assert not one.leases.revoked
+        assert not one._preemption.open
+        assert one._preemption.pending == 0
+        assert not any((one.charges._charged, one.charges._carried, one.charges._between))
+        assert not one.charges._credits
         inner = one._placement.inner
         if isinstance(inner, CostPlacement):
             assert not inner._flights

@@ -73,7 +73,8 @@ class FairShare(FairnessPolicy):
     def backlogged(self, flow: str, head: Request) -> None:
         account = self._accounts.set_waiting(flow)
         if flow not in self._flows.current:
-            self._raise_level()
+            if self._flows.current:
+                self._raise_level()
             if account.counter < self._level:
                 account.counter = max(account.counter, self._level - self.credit)
             self._flows.set(flow, account.counter)
@@ -87,7 +88,8 @@ class FairShare(FairnessPolicy):
         return iter(self._flows)
 
     def dispatched(self, flow: str) -> None:
-        self._raise_level()
+        if self._flows.current:
+            self._raise_level()
         self._charged *= DISCOUNT
         self._requests = 1.0 + self._requests * DISCOUNT
 
@@ -117,5 +119,5 @@ class FairShare(FairnessPolicy):
         return self._level if account is None else account.counter
 
     def _raise_level(self) -> None:
-        if self._flows.current and (least := self._flows.least()) is not None and least[0] > self._level:
+        if (least := self._flows.least()) is not None and least[0] > self._level:
             self._level = least[0]
