@@ -179,12 +179,15 @@ class WorkerStart(Message, frozen=True, tag=17):
 
     name: str
     fds: tuple[int, ...]
+    config: bytes
+    """The configuration, pickled. A worker trusts the process that started it."""
 
 
 class NewConfig(Message, frozen=True, tag=18):
-    """The new configuration, pickled. A worker trusts the process that started it."""
+    """The configuration has changed."""
 
     config: bytes
+    """See `WorkerStart`."""
 
 
 class KnownBackends(Message, frozen=True, tag=19):

@@ -50,10 +50,9 @@ class _Scheduler:
         self.over = asyncio.Event()
         """Set when the worker must end: it received `StopWorker`, or the scheduler is gone."""
         self.lost = asyncio.Event()
-        self.started: asyncio.Future[tuple[messages.WorkerStart, Config]] = asyncio.get_running_loop().create_future()
+        self.started: asyncio.Future[messages.WorkerStart] = asyncio.get_running_loop().create_future()
         self.link: Link[messages.ToWorker] = Link(TO_WORKER, self._handle_or_queue, self._lost, local=True)
         self._early: list[messages.ToWorker] = []
-        self._start: messages.WorkerStart | None = None
         self._handle: Callable[[messages.ToWorker], None] | None = None
         self._on_lost: Callable[[], None] = lambda: None
 
@@ -68,9 +67,7 @@ class _Scheduler:
         if isinstance(message, messages.StopWorker):
             self.over.set()
         elif isinstance(message, messages.WorkerStart):
-            self._start = message
-        elif isinstance(message, messages.NewConfig) and self._start is not None and not self.started.done():
-            self.started.set_result((self._start, pickle.loads(message.config)))
+            self.started.set_result(message)
         elif self._handle is None:
             self._early.append(message)
         else:
@@ -171,9 +168,10 @@ async def _serve(end: socket.socket) -> int:
     scheduler = _Scheduler()
     await asyncio.get_running_loop().create_unix_connection(lambda: scheduler.link, sock=end)
     try:
-        start, config = await scheduler.started
+        start = await scheduler.started
     except asyncio.CancelledError:
         return 1
+    config: Config = pickle.loads(start.config)
     logs.configure(config.log_format, config.log_level)
     try:
         async with AsyncExitStack() as stack:

@@ -111,8 +111,8 @@ class WorkerSupervisor:
                 raise
         self._sessions[slot], self._processes[slot] = session, process
         self.update_workers()
-        session.link.send(messages.WorkerStart(f"w{self._serial}", tuple(one.fileno() for one in self._sockets[slot])))
-        session.link.send(self._config_now())
+        fds = tuple(one.fileno() for one in self._sockets[slot])
+        session.link.send(messages.WorkerStart(f"w{self._serial}", fds, self._config_now()))
         session.link.send(self._sent_backends)
         session.link.send(messages.LearnedEstimates(dict(self._pools.estimator.models)))
         for response_id, (backend, tenant) in self._stored.made_by.items():
@@ -195,10 +195,10 @@ class WorkerSupervisor:
 
     def reconfigure(self) -> None:
         """Send the current configuration to all workers."""
-        self._send_all(self._config_now())
+        self._send_all(messages.NewConfig(self._config_now()))
 
-    def _config_now(self) -> messages.NewConfig:
-        return messages.NewConfig(pickle.dumps(self._rulebook.current.config))
+    def _config_now(self) -> bytes:
+        return pickle.dumps(self._rulebook.current.config)
 
     def _learned(self, model: str) -> None:
         if not self._learned_models:

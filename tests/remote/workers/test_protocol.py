@@ -100,7 +100,7 @@ DOWN: st.SearchStrategy[list[messages.Sendable]] = st.lists(
             messages.LeaseCut(1, True),
             messages.StopWorker(),
             messages.ShutdownState(leaving=True),
-            messages.WorkerStart("w1", (3, 4)),
+            messages.WorkerStart("w1", (3, 4), b"config"),
             messages.LearnedEstimates({}),
         ]
     ),
