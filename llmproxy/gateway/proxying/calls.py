@@ -7,11 +7,11 @@ from msgspec import structs
 
 from llmproxy.config import BackendConfig
 from llmproxy.core.domain import Stage, Usage
-from llmproxy.core.estimates.tokens import TURNS_MAX, usage_max
+from llmproxy.core.estimates.tokens import TURNS_MAX, Estimator, usage_max
 from llmproxy.gateway.http.routes import BodyKind, Dialect, Work
 from llmproxy.gateway.proxying.attempt import Call
 from llmproxy.gateway.proxying.request_context import RequestContext
-from llmproxy.gateway.proxying.stages import OPENING_EVENTS, Handover
+from llmproxy.gateway.proxying.split.stages import OPENING_EVENTS, Handover
 from llmproxy.gateway.request.body_reader import SEQUENCES_MAX
 from llmproxy.gateway.request.parsed_body import ParsedBody
 from llmproxy.scheduling.lease import Lease
@@ -103,3 +103,15 @@ def _usage_max(context: RequestContext) -> Usage | None:
         facts, sequences = structs.replace(facts, max_tokens=None), max(SEQUENCES_MAX, sequences)
     most = usage_max(facts, context.target.context_tokens, sequences)
     return most if context.route.work is Work.GENERATES else Usage(most.prompt_tokens, sequences)
+
+
+def learn_usage(context: RequestContext, usage: Usage, estimator: Estimator) -> None:
+    """Improve the estimates by the usage of a complete answer."""
+    assert context.routing is not None
+    assert context.parsed is not None
+    facts = context.parsed.facts
+    prompt_bytes = facts.prompt_bytes if facts.prompt_tokens is None else None
+    known = context.route.work is Work.GENERATES and context.route.kind not in UNKNOWN_SHAPES
+    # For other bodies the number of sequences in the usage is unknown.
+    sequences = context.parsed.sequences if known else None
+    estimator.learn(context.routing.request.model, prompt_bytes, sequences, usage)

@@ -15,28 +15,27 @@ from aiohttp import web
 
 from llmproxy.config import BackendConfig, Config
 from llmproxy.core.backends.catalogue import Target
-from llmproxy.core.domain import Outcome, Refused, Request, Stage, Verdict
+from llmproxy.core.domain import Outcome, Refused, Stage, Verdict
 from llmproxy.core.estimates.tokens import Estimator
-from llmproxy.core.lease_events import Recomputing
 from llmproxy.core.retry import COMPUTED_MAX, Again, RetryBudget
 from llmproxy.gateway.http.client_address import Client
 from llmproxy.gateway.http.errors import INTERNAL_MESSAGE, Failure, error_event
-from llmproxy.gateway.http.routes import Dialect, Route, Work
+from llmproxy.gateway.http.routes import Dialect, Route
 from llmproxy.gateway.proxying.answers import Answers
-from llmproxy.gateway.proxying.attempt import Attempt
-from llmproxy.gateway.proxying.calls import UNKNOWN_SHAPES, UsageQuestions, call_for
+from llmproxy.gateway.proxying.attempt import Attempt, AttemptState
+from llmproxy.gateway.proxying.calls import UsageQuestions, call_for, learn_usage
 from llmproxy.gateway.proxying.relay import end_broken, error_events
-from llmproxy.gateway.proxying.request_context import RequestContext
+from llmproxy.gateway.proxying.request_context import RequestContext, make_request
 from llmproxy.gateway.proxying.response_writer import KeepAlive, ResponseWriter, within
 from llmproxy.gateway.proxying.rules import Rulebook
-from llmproxy.gateway.proxying.stages import Handover, Warnings, refuse_unreachable
+from llmproxy.gateway.proxying.split.handover import SplitServing
 from llmproxy.gateway.proxying.stored import StoredResponses
 from llmproxy.gateway.request.body import read_body
 from llmproxy.gateway.request.body_budget import BodyBudget, BufferedBody
 from llmproxy.gateway.request.identity import REQUEST_ID_HEADER, request_id
 from llmproxy.gateway.request.parsed_body import ParsedBody
-from llmproxy.gateway.request.prefix_hash import BLOCK_BYTES, ID_BYTES, SALT
-from llmproxy.observe.exit import ExitSink, RequestExit, Split
+from llmproxy.gateway.request.prefix_hash import SALT
+from llmproxy.observe.exit import ExitSink, RequestExit
 from llmproxy.observe.exit_batch import ExitBatch
 from llmproxy.observe.logs import log_exit, log_internal, log_replaced_id
 from llmproxy.observe.trace_context import Sampler, new_span_id
@@ -71,7 +70,7 @@ class RequestHandler:
         self._sampler = sampler
         self._stored = stored
         self._answers = answers
-        self._warnings = Warnings()
+        self._split = SplitServing(backends)
         config = rulebook.current.config
         self.budget = RetryBudget(config.retry.budget_ratio)
         self.bodies, self._processes = BodyBudget(), config.workers
@@ -202,7 +201,9 @@ class RequestHandler:
         if self._answers is not None and context.route.computes:
             context.captured = self._answers.capture(parsed)
             context.client.capture = context.captured.add if context.captured is not None else None
-        context.routing = Routing(self._make_request(context, parsed, context.target))
+        context.routing = Routing(
+            make_request(context, parsed, context.target, f"{self._ids}{next(self._serial)}", self._estimator)
+        )
         await self._attempt_until_answered(context, parsed, context.routing)
 
     async def _isolate(self, context: RequestContext, parsed: ParsedBody) -> ParsedBody:
@@ -245,52 +246,6 @@ class RequestHandler:
             raise Failure(Outcome.BAD_REQUEST, f"The request names no model: set `model` to one of {own}.")
         raise Failure(Outcome.UNKNOWN_MODEL, f"The model `{asked[:200]}` does not exist.")
 
-    def _make_request(self, context: RequestContext, parsed: ParsedBody, target: Target) -> Request:
-        http, facts, tenant, identity = context.http, parsed.facts, context.tenant, context.rules.identity
-        record = context.record
-        assert record.arrived_s is not None
-        standing = identity.classify(http.headers, context.trusted, target.requested, target.model, tenant)
-        record.max_wait_s, record.unknown_objective = standing.max_wait_s, standing.unknown_objective
-        prompt_tokens, output_tokens = self._estimator.tokens(target.model, facts)
-        computes = context.route.computes
-        if context.route.work is not Work.GENERATES:
-            prompt_tokens, output_tokens = prompt_tokens if computes else 1, 0
-        prefix: tuple[int, ...] = ()
-        prefix_tokens = 0.0
-        if parsed.chain is not None and computes:
-            as_ids = facts.prompt_tokens is not None
-            token_bytes = ID_BYTES if as_ids else self._estimator.bytes_per_token(target.model)
-            prefix = parsed.chain.hashes_on(target.model, target.adapter)
-            prefix_tokens = BLOCK_BYTES / token_bytes
-        return Request(
-            id=f"{self._ids}{next(self._serial)}",
-            pool=target.pool,
-            model=target.model,
-            adapter=target.adapter,
-            band=standing.band,
-            flow=standing.flow,
-            arrived_s=record.arrived_s,
-            # The maximum wait counts from the moment when the body has been read.
-            deadline_s=asyncio.get_running_loop().time() + standing.max_wait_s,
-            body_bytes=record.body_bytes,
-            prompt_tokens=prompt_tokens,
-            output_tokens=output_tokens,
-            max_tokens=facts.max_tokens,
-            sequences=facts.sequences,
-            stream=facts.stream,
-            tenant=standing.tenant,
-            weight=standing.weight,
-            slo=standing.slo,
-            limits=standing.limits,
-            label=record.request_id,
-            prefix=prefix,
-            prefix_tokens=prefix_tokens,
-            session=context.session,
-            splittable=parsed.splittable and context.previous is None,
-            prepared=facts.prepared or not computes,
-            backend=context.previous.backend if context.previous is not None else None,
-        )
-
     # --- attempts -----------------------------------------------------------------------------------------------------
 
     async def _attempt_until_answered(self, context: RequestContext, parsed: ParsedBody, routing: Routing) -> None:
@@ -308,7 +263,7 @@ class RequestHandler:
             attempt = context.attempt
         finally:
             if context.handover is not None:
-                await self._release(context, context.handover, routing)
+                await self._split.release(context)
         if not attempt.committed:
             if routing.computed >= COMPUTED_MAX:
                 # The request itself may be the cause. This field stops the retries of the OpenAI and Anthropic SDKs.
@@ -331,17 +286,9 @@ class RequestHandler:
             context.extra["x-llmproxy-backend"] = backend.name
         context.extra["x-llmproxy-queue-ms"] = f"{routing.waited_s * 1e3:.1f}"
         context.extra["x-llmproxy-attempts"] = str(routing.attempts)
-        if stage is not Stage.DECODE and context.handover is not None:
-            # The backend reserved for the decode stage is gone, and the request starts again.
-            await self._release(context, context.handover, routing)
-        # Transfer parameters are valid for one decode only.
-        handover, context.handover = context.handover, None
+        handover = await self._split.take(context, lease) if context.handover is not None else None
         # Assigned before the attempt runs, so that the record of a cancelled request has the numbers so far.
         attempt = context.attempt = Attempt()
-        if handover is not None and handover.too_late(lease.grant.at_s):
-            # The prefill engine may have freed the blocks, so the decode engine computes the prompt itself.
-            attempt.split, handover = Split.LATE, None
-            lease.apply(Recomputing(lease.grant.lease), asyncio.get_running_loop().time())
         if dialect is Dialect.RESPONSES and stage is not Stage.PREFILL:
             # The callback must not refer to the context, which refers to this client: the cycle would keep the body in
             # memory until the garbage collector runs.
@@ -349,9 +296,9 @@ class RequestHandler:
                 attempt, backend.name, tenant, context.previous, parsed
             )
         try:
-            if handover is not None and handover.unreachable_from(backend.url):
-                refuse_unreachable(attempt, handover, lease)
-            else:
+            if handover is not None:
+                handover = self._split.usable(handover, attempt, lease, backend.url)
+            if attempt.state is not AttemptState.FAILED:
                 engine_id, span_id = context.engine_id(routing), tried.span_id or ""
                 asks = lease.grant.request.stream and self._usage.should_ask(backend, lease.grant.at_s)
                 call = call_for(context, parsed, lease, backend, engine_id, span_id, handover, asks)
@@ -366,25 +313,17 @@ class RequestHandler:
             # Also after a cancellation: many clients leave as soon as they have read the end mark.
             self._exits.attempted(lease.backend, attempt.verdict)
             attempt.note(tried)
-            if attempt.committed:
-                context.note_split(attempt, lease.grant)
-            if attempt.parameters is not None:
-                now, answers_on = asyncio.get_running_loop().time(), lease.grant.placed.answers_on
-                context.handover = Handover(backend.name, backend.url, attempt.parameters, now, answers_on)
-        if attempt.split is not None:
-            self._warnings.note(attempt.split, backend.name, attempt)
-        context.note_split(attempt, lease.grant)
+            if stage is not Stage.WHOLE or lease.grant.placed.unsplit:
+                if attempt.committed:
+                    self._split.note(context, attempt, lease.grant)
+                self._split.keep(context, attempt, backend, lease.grant)
+        if not attempt.committed:
+            self._split.note(context, attempt, lease.grant)
         if attempt.verdict is Verdict.UNAUTHORIZED:
             attempt.detail = rules.identity.key_hint(backend)
         if context.previous is not None and context.previous.may_be_elsewhere(attempt):
             attempt.again = Again.ANYWHERE_ELSE
         return attempt
-
-    async def _release(self, context: RequestContext, handover: Handover, routing: Routing) -> None:
-        """Free the prompt of a handover whose decode stage does not happen."""
-        context.handover = None
-        backend = self._backends.get(handover.answers_on or "")
-        await context.rules.releaser.release(handover, backend, routing.request.model)
 
     async def _deliver_failure(self, context: RequestContext, attempt: Attempt) -> None:
         """Send the backend's own error unchanged. Raises Failure if the backend sent none."""
@@ -416,16 +355,8 @@ class RequestHandler:
     def _finish(self, context: RequestContext, attempt: Attempt) -> None:
         """Record the outcome of the attempt whose answer went to the client, and learn from its usage."""
         context.record.end(attempt.outcome, context.client.status, attempt.message)
-        routing = context.routing
-        assert routing is not None
-        assert context.parsed is not None
         if attempt.outcome is Outcome.COMPLETED and attempt.usage is not None:
-            facts = context.parsed.facts
-            prompt_bytes = facts.prompt_bytes if facts.prompt_tokens is None else None
-            known = context.route.work is Work.GENERATES and context.route.kind not in UNKNOWN_SHAPES
-            # For other bodies the number of sequences in the usage is unknown.
-            sequences = context.parsed.sequences if known else None
-            self._estimator.learn(routing.request.model, prompt_bytes, sequences, attempt.usage)
+            learn_usage(context, attempt.usage, self._estimator)
 
     def _cancelled(self, context: RequestContext, cause: BaseException) -> None:
         attempt = context.attempt

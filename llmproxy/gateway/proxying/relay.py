@@ -13,7 +13,6 @@ import orjson
 from llmproxy.config import TimeoutsConfig
 from llmproxy.core.domain import Outcome, Request, Stage, Usage, Verdict
 from llmproxy.core.estimates.tokens import believable
-from llmproxy.core.kv_connectors import KvConnector, NotHandedOver
 from llmproxy.core.lease_events import Started
 from llmproxy.core.retry import Cause
 from llmproxy.gateway.http.errors import error_event
@@ -21,10 +20,11 @@ from llmproxy.gateway.http.headers import to_client
 from llmproxy.gateway.http.routes import Dialect
 from llmproxy.gateway.proxying.attempt import Answer, Attempt, AttemptState, AttemptTimer, Call
 from llmproxy.gateway.proxying.error_words import answer_cause, event_cause
-from llmproxy.gateway.proxying.release import DECODE_GRACE_S, PREFILL_GRACE_S, shield_for
 from llmproxy.gateway.proxying.response_writer import ResponseWriter, within
+from llmproxy.gateway.proxying.split.prefill import take_prefill
+from llmproxy.gateway.proxying.split.release import DECODE_GRACE_S, PREFILL_GRACE_S, shield_for
+from llmproxy.gateway.proxying.split.stages import decide_stage_retry, prefill_limit_s
 from llmproxy.gateway.proxying.sse import EncodedTap, StreamTap, usage_in_tail
-from llmproxy.gateway.proxying.stages import decide_stage_retry, fail_handover, prefill_limit_s
 from llmproxy.gateway.proxying.stream_relay import (
     BUFFERED_BYTES_MAX,
     TAIL_BYTES,
@@ -32,6 +32,7 @@ from llmproxy.gateway.proxying.stream_relay import (
     StreamRelay,
     check_lease,
     event_fields,
+    read_answer,
 )
 from llmproxy.scheduling.lease import Lease
 from llmproxy.upstream.port import ConnectFailed, Exchange, LocalFailure, Upstream, UpstreamBroken
@@ -138,7 +139,7 @@ class Relay:
                 elif exchange.status >= 300:
                     await self._read_error(attempt, exchange, call)
                 elif call.connector is not None:
-                    await self._take_prefill(attempt, lease, exchange, call, call.connector)
+                    await take_prefill(attempt, lease, exchange, call, call.connector)
                 elif is_event_stream(exchange):
                     await self._relay_stream(attempt, timer, lease, exchange, call, client)
                 else:
@@ -154,7 +155,7 @@ class Relay:
 
     async def _read_error(self, attempt: Attempt, exchange: Exchange, call: Call) -> None:
         attempt.enter(AttemptState.HELD)
-        body = await _read_body(exchange)
+        body = await read_answer(exchange)
         status = exchange.status
         cause = answer_cause(status, body, own_key=call.own_key)
         if status == 404:
@@ -171,31 +172,6 @@ class Relay:
             else:
                 message += f" Its answer is longer than {BUFFERED_BYTES_MAX} bytes and is not passed on."
         attempt.fail(Outcome.UPSTREAM_STATUS, cause, message)
-
-    # --- a prefill ---------------------------------------------------------------------------------------------------
-
-    async def _take_prefill(
-        self, attempt: Attempt, lease: Lease, exchange: Exchange, call: Call, connector: KvConnector
-    ) -> None:
-        # Some answers repeat members of the request, so a long request may get a long answer.
-        bytes_max = BUFFERED_BYTES_MAX + sum(map(len, call.body))
-        body = await _read_body(exchange, bytes_max)
-        attempt.tail = body[-TAIL_BYTES:]
-        check_lease(lease)
-        lease.apply(Started(lease.grant.lease), asyncio.get_running_loop().time())
-        try:
-            if len(body) > bytes_max:
-                raise NotHandedOver(f"The answer is longer than {bytes_max} bytes.", missing=False)
-            attempt.parameters = connector.parameters(body)
-        except NotHandedOver as error:
-            fail_handover(attempt, error)
-            return
-        if attempt.parameters.value is not None:
-            # The parameters follow the usage, and list each KV block of the prompt, which may be thousands.
-            attempt.tail = body.replace(attempt.parameters.value, b"null", 1)[-TAIL_BYTES:]
-        # The request has no outcome yet: the client may leave, or the decode stage may find no backend.
-        attempt.verdict, attempt.prefilled = Verdict.SERVED, True
-        attempt.enter(AttemptState.DONE)
 
     # --- an answer without a stream ----------------------------------------------------------------------------------
 
@@ -245,7 +221,7 @@ class Relay:
         await exchange.flow(relay.take)
         if tap.error_seen and not attempt.committed:
             # The rest goes through the tap too, which may buffer the beginning of the next event.
-            events = relay.first + tap.feed(await _read_body(exchange)) + tap.flush()
+            events = relay.first + tap.feed(await read_answer(exchange)) + tap.flush()
             message = "The backend answered with an error event and no token."
             if len(events) <= BUFFERED_BYTES_MAX:
                 attempt.answer = Answer(exchange.status, exchange.reason, event_fields(exchange), events)
@@ -383,16 +359,6 @@ async def end_with_error(event: bytes, client: ResponseWriter) -> None:
             await asyncio.sleep(LINGER_S)
     except TimeoutError:
         await client.abort()
-
-
-async def _read_body(exchange: Exchange, bytes_max: int = BUFFERED_BYTES_MAX) -> bytes:
-    body = bytearray()
-    while len(body) <= bytes_max:
-        data = await exchange.chunk()
-        if not data:
-            break
-        body += data
-    return bytes(body)
 
 
 def is_encoded(exchange: Exchange) -> bool:

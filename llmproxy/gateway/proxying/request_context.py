@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from aiohttp import web
 
 from llmproxy.core.backends.catalogue import Target
-from llmproxy.core.domain import Grant, Outcome, Stage
+from llmproxy.core.domain import Outcome, Request
+from llmproxy.core.estimates.tokens import Estimator
 from llmproxy.gateway.http.client_address import Client
 from llmproxy.gateway.http.headers import as_text
-from llmproxy.gateway.http.routes import Route
+from llmproxy.gateway.http.routes import Route, Work
 from llmproxy.gateway.proxying.answers import CapturedAnswer
 from llmproxy.gateway.proxying.attempt import Attempt
 from llmproxy.gateway.proxying.response_writer import KeepAlive, ResponseWriter
 from llmproxy.gateway.proxying.rules import Rules
-from llmproxy.gateway.proxying.stages import Handover
+from llmproxy.gateway.proxying.split.stages import Handover
 from llmproxy.gateway.proxying.stored import Previous
 from llmproxy.gateway.request.auth import NO_TENANT, Tenant
 from llmproxy.gateway.request.body_budget import BufferedBody
 from llmproxy.gateway.request.parsed_body import ParsedBody
-from llmproxy.observe.exit import ATTEMPTS_MAX, RequestExit, Split, shortened
+from llmproxy.gateway.request.prefix_hash import BLOCK_BYTES, ID_BYTES
+from llmproxy.observe.exit import ATTEMPTS_MAX, RequestExit, shortened
 from llmproxy.observe.trace_context import Sampler
 from llmproxy.scheduling.attempts import Routing
 
@@ -80,16 +83,6 @@ class RequestContext:
         if not self.repeated and routing.attempts <= 1:
             return self.record.request_id
         return f"{self.record.request_id}-{routing.request.id}-{routing.attempts}"
-
-    def note_split(self, attempt: Attempt, grant: Grant) -> None:
-        """Note after an attempt whether the request was served split, or why not."""
-        record = self.record
-        if attempt.split is not None:
-            record.split = attempt.split
-        elif record.split is None and grant.request.stage is Stage.DECODE:
-            record.split = Split.SPLIT
-        elif record.split is None and grant.placed.unsplit:
-            record.split = Split.WHOLE
 
     def finish(self, now: float, band_names: Mapping[int, str]) -> RequestExit:
         """Complete the record at the end of the request, at `now`. Returns it."""
@@ -158,3 +151,53 @@ class RequestContext:
         if record.output_tokens is not None and record.output_tokens > 1 and attempt.first_token_s is not None:
             tpot_s = (attempt.last_byte_s - attempt.first_token_s) / (record.output_tokens - 1)
         return slo.met(record.ttft_s, tpot_s)
+
+
+def make_request(
+    context: RequestContext, parsed: ParsedBody, target: Target, request_id: str, estimator: Estimator
+) -> Request:
+    """Returns the request for the scheduler, and adds its limits of time and its objective to the record."""
+    http, facts, tenant, identity = context.http, parsed.facts, context.tenant, context.rules.identity
+    record = context.record
+    assert record.arrived_s is not None
+    standing = identity.classify(http.headers, context.trusted, target.requested, target.model, tenant)
+    record.max_wait_s, record.unknown_objective = standing.max_wait_s, standing.unknown_objective
+    prompt_tokens, output_tokens = estimator.tokens(target.model, facts)
+    computes = context.route.computes
+    if context.route.work is not Work.GENERATES:
+        prompt_tokens, output_tokens = prompt_tokens if computes else 1, 0
+    prefix: tuple[int, ...] = ()
+    prefix_tokens = 0.0
+    if parsed.chain is not None and computes:
+        as_ids = facts.prompt_tokens is not None
+        token_bytes = ID_BYTES if as_ids else estimator.bytes_per_token(target.model)
+        prefix = parsed.chain.hashes_on(target.model, target.adapter)
+        prefix_tokens = BLOCK_BYTES / token_bytes
+    return Request(
+        id=request_id,
+        pool=target.pool,
+        model=target.model,
+        adapter=target.adapter,
+        band=standing.band,
+        flow=standing.flow,
+        arrived_s=record.arrived_s,
+        # The maximum wait counts from the moment when the body has been read.
+        deadline_s=asyncio.get_running_loop().time() + standing.max_wait_s,
+        body_bytes=record.body_bytes,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        max_tokens=facts.max_tokens,
+        sequences=facts.sequences,
+        stream=facts.stream,
+        tenant=standing.tenant,
+        weight=standing.weight,
+        slo=standing.slo,
+        limits=standing.limits,
+        label=record.request_id,
+        prefix=prefix,
+        prefix_tokens=prefix_tokens,
+        session=context.session,
+        splittable=parsed.splittable and context.previous is None,
+        prepared=facts.prepared or not computes,
+        backend=context.previous.backend if context.previous is not None else None,
+    )

@@ -17,7 +17,7 @@ from llmproxy.gateway.http.cors import Cors
 from llmproxy.gateway.http.errors import Failure
 from llmproxy.gateway.http.routes import BodyKind, Route
 from llmproxy.gateway.proxying.relay import Relay
-from llmproxy.gateway.proxying.release import Releaser
+from llmproxy.gateway.proxying.split.release import Releaser
 from llmproxy.gateway.request.auth import Keys
 from llmproxy.gateway.request.body_reader import BodyReader
 from llmproxy.gateway.request.identity import Identity

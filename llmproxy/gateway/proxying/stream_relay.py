@@ -162,3 +162,14 @@ def check_lease(lease: Lease) -> None:
     """
     if lease.preempted or lease.revoked:
         raise TimeoutError
+
+
+async def read_answer(exchange: Exchange, bytes_max: int = BUFFERED_BYTES_MAX) -> bytes:
+    """Returns the body of an answer, or its beginning of more than `bytes_max` bytes."""
+    body = bytearray()
+    while len(body) <= bytes_max:
+        data = await exchange.chunk()
+        if not data:
+            break
+        body += data
+    return bytes(body)

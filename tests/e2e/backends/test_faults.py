@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from llmproxy.gateway.proxying import relay
-from llmproxy.gateway.proxying.stream_relay import BUFFERED_BYTES_MAX
+from llmproxy.gateway.proxying.stream_relay import BUFFERED_BYTES_MAX, read_answer
 from llmproxy.lab.simulator.server.faults import FaultKind
 from llmproxy.upstream.port import Exchange
 from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, Answer, ProxyUnderTest, all_of, serving, until
@@ -61,11 +60,11 @@ DONE = b"data: [DONE]\n\n"
 
 
 async def test_an_error_as_the_first_event_is_passed_on_to_its_last_byte(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, read_held = asyncio.Event(), relay._read_body
+    seen = asyncio.Event()
 
     async def noticed(exchange: Exchange) -> bytes:
         seen.set()
-        return await read_held(exchange)
+        return await read_answer(exchange)
 
     async def script(peer: Peer, _: bytes) -> None:
         # This may become the usage that the proxy asked for: its beginning is held back until that is known.
@@ -73,7 +72,7 @@ async def test_an_error_as_the_first_event_is_passed_on_to_its_last_byte(monkeyp
         await seen.wait()
         await peer.send(chunk(b": [DONE]\n\n") + STREAM_END)
 
-    monkeypatch.setattr("llmproxy.gateway.proxying.relay._read_body", noticed)
+    monkeypatch.setattr("llmproxy.gateway.proxying.relay.read_answer", noticed)
     async with serving_script(script) as (proxy, _):
         assert (await proxy.chat(STREAM)).body == ERROR_FIRST + DONE
 

@@ -15,7 +15,8 @@ import pytest
 from llmproxy.config import hash_of
 from llmproxy.core.kv_connectors import Parameters, connectors
 from llmproxy.core.kv_connectors.nixl import Nixl
-from llmproxy.gateway.proxying import relay, release
+from llmproxy.gateway.proxying import relay
+from llmproxy.gateway.proxying.split import release
 from llmproxy.lab.simulator.replica import Replica
 from tests.e2e.disaggregation.conftest import NIXL, hows, split
 from tests.e2e.disaggregation.test_split import LONG

@@ -17,8 +17,8 @@ from llmproxy.config import hash_of
 from llmproxy.core.kv_connectors import Parameters, connectors
 from llmproxy.core.kv_connectors.nixl import Nixl
 from llmproxy.core.placement.staged import FAILURES_MAX
-from llmproxy.gateway.proxying import stages
-from llmproxy.gateway.proxying.stages import Handover
+from llmproxy.gateway.proxying.split import stages
+from llmproxy.gateway.proxying.split.stages import Handover
 from llmproxy.lab.simulator.replica import ReplicaOptions
 from llmproxy.lab.simulator.server.text import WRONG_WORD
 from llmproxy.scheduling.attempts import FAILED_STAGES_MAX

@@ -14,7 +14,7 @@ State = AttemptState
 HAPPY = {
     "an answer": (State.HEAD, State.STREAMING, State.DELIVERING, State.DONE),
     "a stream": (State.HEAD, State.HELD, State.STREAMING, State.DELIVERING, State.DONE),
-    "a prefill": (State.HEAD, State.DONE),
+    "a prefill": (State.HEAD, State.HELD, State.DONE),
     "no connection": (State.FAILED,),
     "an error answer": (State.HEAD, State.HELD, State.FAILED),
     "an error event in mid-stream": (State.HEAD, State.HELD, State.STREAMING, State.FAILED, State.DELIVERING),

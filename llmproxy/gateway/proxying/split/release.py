@@ -15,7 +15,7 @@ from msgspec import Raw
 
 from llmproxy.config import BackendConfig, Config
 from llmproxy.core.kv_connectors import KvConnector
-from llmproxy.gateway.proxying.stages import WARNINGS_MAX, Handover
+from llmproxy.gateway.proxying.split.stages import WARNINGS_MAX, Handover
 from llmproxy.upstream.own_requests import post
 from llmproxy.upstream.port import ConnectFailed, Upstream, UpstreamBroken
 
