@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from llmproxy.config import ConfigError, hash_of, load
-from llmproxy.gateway.proxying.handler import RequestHandler
 from tests.e2e.proxies import ENDLESS, FAST, HELLO, STREAM, ProxyUnderTest, serving, until
 from tests.e2e.scripted import answering, scripted, whole
 
@@ -111,7 +110,7 @@ async def test_not_even_a_bug_shows_a_key(log: io.StringIO) -> None:
             assert (await proxy.chat(headers=ACME)).status == 500
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RequestHandler, "_make_request", fail)
+        patch.setattr("llmproxy.gateway.proxying.handler.make_request", fail)
         with pytest.raises(AssertionError, match="a bug of its own"):
             await provoke()
     assert "RuntimeError: a bug" in log.getvalue()
