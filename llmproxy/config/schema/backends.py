@@ -146,7 +146,7 @@ class HealthConfig(Section):
     ejected_ratio_max: Annotated[Number, Field(ge=0, le=1)] = 0.5
     """Largest share of a pool (0 to 1) that is ejected: one backend in any case, but never the last of a model."""
     slow_start_s: Annotated[Number, Field(ge=0)] = 5.0
-    """Time until a backend that comes back has its full share, if others have room. 0: at once."""
+    """Time until a backend that comes back has its full share, if others have free slots. 0: at once."""
     hung_s: Seconds | None = 1.5
     """Delay of first bytes, beyond long prompts, that ejects a backend. null: never."""
     slow_factor: Annotated[Number, Field(gt=1)] | None = 5.0
@@ -162,7 +162,7 @@ class HealthConfig(Section):
 
 class PollConfig(Section):
     interval_s: Seconds = 0.2
-    """Time between readings of a short metrics page; once a second while idle."""
+    """Time between scrapes of a short metrics page; once a second while idle."""
     page_interval_s: Seconds = 1.0
     """The same for backends with only the full metrics page."""
     models_interval_s: Seconds = 2.0
@@ -170,7 +170,7 @@ class PollConfig(Section):
     timeout_s: Seconds = 2.0
     """Longest poll."""
     stale_after_s: Seconds = 5.0
-    """Age from which a reading no longer counts."""
+    """Age from which a scrape no longer counts."""
 
 
 def _not_below_min(value: int | None, info: ValidationInfo) -> int | None:

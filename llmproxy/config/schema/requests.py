@@ -98,7 +98,7 @@ class KeyConfig(Section):
     expires: Moment | None = Field(default=None, examples=["2027-01-31"])
     """Date or timestamp from which the key is refused, in UTC without a zone. null: never."""
     name: Name | None = Field(default=None, examples=["laptop"])
-    """Name in logs, on the page and in key_metrics. null: its place, such as keys[0]."""
+    """Name in logs, on the page and in key_metrics. null: its position, such as keys[0]."""
 
 
 class TenantConfig(Section):

@@ -345,7 +345,7 @@ def _parsed_size(name: str, value: Any) -> _Size:
 
 
 def _text_size(value: Any, with_names: bool, prompts: int = 1) -> _Size:
-    """Returns the size of all text in a parsed value, at any depth."""
+    """Returns the size of all text in a parsed value, at any depth. `with_names`: names of members count too."""
     total_bytes, media = 0, False
     ahead = [value]
     while ahead:

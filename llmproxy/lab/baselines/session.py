@@ -20,7 +20,8 @@ class Ring:
     """A consistent hash ring (Karger et al., 1997) with `POINTS` points per backend, as in the library of
     production-stack.
 
-    The ring has all backends, and `find` skips unavailable ones. A ring without these would give the same result.
+    The ring has all backends, and `find` skips unavailable ones. The result is the same as with a ring of the available
+    backends.
     """
 
     def __init__(self) -> None:
