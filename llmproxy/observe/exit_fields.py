@@ -97,8 +97,9 @@ TERMS = Shape(
     lambda terms: {name: round(value, 6) for name, value in terms},
 )
 
+# In Python 3.11, `value` of an enum is a property of two calls, and `_value_` is its attribute.
 FIELDS = (
-    Field("outcome.value", NAME, "outcome", "outcome",
+    Field("outcome._value_", NAME, "outcome", "outcome",
           feeds=(Feed("requests_total", amount="1"), Feed("tenant_requests_total", amount="1"))),
     Field("status", NUMBER, "status", "status"),
     Field("model", NAME, "model", "model"),
@@ -220,7 +221,7 @@ def decision_fields(ended: RequestExit, origin_s: float) -> dict[str, Any]:
 
 
 _NAMES = {
-    "outcome": "ended.outcome.value",
+    "outcome": "ended.outcome._value_",
     "code": '"none" if outcome == "cancelled" else f"{ended.status // 100}xx"',
     "band": 'ended.band or "none"', "model": "models(ended.model)",
     "tenant": "tenants(ended.tenant) if ended.tenant else None", "backend": "last.backend",

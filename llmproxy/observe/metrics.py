@@ -323,7 +323,7 @@ class Metrics:
         ProcessCollector(registry=registry)
 
     def attempted(self, backend: str, verdict: Verdict) -> None:
-        self._counts["attempts_total"][backend, verdict.value] += 1
+        self._counts["attempts_total"][backend, verdict._value_] += 1
 
     def poll_failed(self, backend: str, trouble: Trouble) -> None:
         self._counts["poll_failures_total"][backend, trouble.value] += 1
