@@ -125,7 +125,7 @@ class Routing:
     waited_s: float = 0.0
     waits_since_s: float | None = None
     # Backends that are not tried again.
-    excluded: set[str] = field(default_factory=set)
+    excluded: frozenset[str] = frozenset()
     tried: list[AttemptRecord] = field(default_factory=list)
 
     def queue_wait_s(self, now: float) -> float:
@@ -164,7 +164,7 @@ async def run_attempts(
             deadline_s = now + max(left_s, RETRY_WAIT_MIN_S)
             routing.request = structs.replace(routing.request, deadline_s=deadline_s)
         routing.waits_since_s = now
-        async with dispatcher.admit(routing.request, frozenset(routing.excluded), entry) as lease:
+        async with dispatcher.admit(routing.request, routing.excluded, entry) as lease:
             left_s = lease.grant.left_s
             routing.waited_s += lease.grant.at_s - now
             routing.waits_since_s = None
@@ -210,4 +210,4 @@ async def run_attempts(
         if result.verdict is Verdict.BUSY:
             routing.request = structs.replace(routing.request, avoid=lease.backend)
         if result.verdict not in _STAYS and not result.unsplit and routing.request.backend is None:
-            routing.excluded.add(lease.backend)
+            routing.excluded |= {lease.backend}
