@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from msgspec import Struct
+
 from llmproxy.core.backends.backend import Backend
 from llmproxy.core.backends.outlier_detection import OutlierDetection
 from llmproxy.core.domain import DECODE, PREFILL, Request, Verdict
@@ -22,6 +24,15 @@ from llmproxy.core.settings import Settings
 _DOUBTFUL = frozenset({Verdict.FAILED, Verdict.TIMED_OUT, Verdict.UNAUTHORIZED, Verdict.NOT_SERVED})
 
 
+class _Charge(Struct, eq=False):
+    """The charge of an open lease."""
+
+    total: float  # Includes `carried`.
+    carried: float  # Charged to earlier leases of the request.
+    prompt: float  # The part of `carried` that stays: of a decode stage all, for the prefill on another backend.
+    credits: Mapping[int, float] = {}  # Band -> credit of its minimum share, as `MinShares.granted` returned them.
+
+
 class ChargeObserver(LeaseObserver):
     """Charges flows for their requests, and credits the minimum shares of bands.
 
@@ -37,34 +48,36 @@ class ChargeObserver(LeaseObserver):
         self._room = room
         self._min_shares = min_shares
         self._faults = faults
-        self._charged: dict[int, float] = {}
-        self._carried: dict[int, float] = {}
+        self._charges: dict[int, _Charge] = {}
+        # Request between two of its leases -> its charge so far.
         self._between: dict[str, float] = {}
-        self._credits: dict[int, Mapping[int, float]] = {}
 
     def booked(self, lease: LeaseRecord, now: float) -> None:
-        number, request = lease.number, lease.request
+        request = lease.request
         fairness = self._room.bands[request.band].fairness
-        carried = self._charged[number] = self._carried[number] = self._between.pop(request.id, 0.0)
+        carried = self._between.pop(request.id, 0.0)
+        prompt = carried if request.stage is DECODE else 0.0
+        charge = self._charges[lease.number] = _Charge(carried, carried, prompt)
         try:
             if request.stage is not DECODE:
                 fairness.dispatched(request.flow)
             if not request.stream:
                 # The first token is not visible without a stream, so the grant counts as the start.
                 fairness.started(request, now)
-            self._charge_to(lease, self._prompt(lease) + self.charge.estimate(request))
+            self._charge_to(request, charge, prompt + self.charge.estimate(request))
         except Exception as fault:  # noqa: BLE001 - a policy may be a plugin
             self._faults.note(fault)
-        own = self._charged[number] - carried
+        own = charge.total - carried
         if self._min_shares.shares and own > 0.0:
-            self._credits[number] = self._min_shares.granted(request.band, own, self._room.levels())
+            charge.credits = self._min_shares.granted(request.band, own, self._room.levels())
 
     def already_charged(self, request: Request, number: int) -> None:
         """Reverts the charge of a lease that was just granted, because the restored flow balances already include
         it.
         """
         fairness = self._room.bands[request.band].fairness
-        more = (self._carried[number] - self._charged[number]) / request.weight
+        charge = self._charges[number]
+        more = (charge.carried - charge.total) / request.weight
         self._faults.notify(fairness.charge, request.flow, more)
 
     def started(self, lease: LeaseRecord, event: Started, now: float) -> None:
@@ -76,34 +89,34 @@ class ChargeObserver(LeaseObserver):
                 self._faults.note(fault)
 
     def progress(self, lease: LeaseRecord, event: Progress, now: float) -> None:
+        request, charge = lease.request, self._charges[lease.number]
         try:
-            so_far = self._prompt(lease) + self.charge.so_far(lease.request, event.output_tokens)
-            if so_far > self._charged[lease.number]:
-                self._charge_to(lease, so_far)
+            so_far = charge.prompt + self.charge.so_far(request, event.output_tokens)
+            if so_far > charge.total:
+                self._charge_to(request, charge, so_far)
         except Exception as fault:  # noqa: BLE001 - a policy may be a plugin
             self._faults.note(fault)
 
     def returned(self, lease: LeaseRecord, event: Returned, now: float) -> None:
-        number, usage, verdict = lease.number, event.usage, event.verdict
+        request, usage, verdict = lease.request, event.usage, event.verdict
+        charge = self._charges.pop(lease.number)
         tokens = None if usage is None else usage.prompt_tokens + usage.output_tokens
-        carried = self._carried[number]
         # A refused decode stage counts as served, and the whole request follows.
-        wasted = (verdict is not Verdict.SERVED and not tokens) or (lease.request.stage is DECODE and tokens == 0)
+        wasted = (verdict is not Verdict.SERVED and not tokens) or (request.stage is DECODE and tokens == 0)
         if wasted:
-            self._min_shares.undone(self._credits.get(number, {}), self._charged[number] - carried)
+            self._min_shares.undone(charge.credits, charge.total - charge.carried)
         try:
             if wasted:
-                self._charge_to(lease, carried)
+                self._charge_to(request, charge, charge.carried)
             elif usage is not None:
-                self._charge_to(lease, self._prompt(lease) + self.charge.final(lease.request, usage))
+                self._charge_to(request, charge, charge.prompt + self.charge.final(request, usage))
         except Exception as fault:  # noqa: BLE001 - a policy may be a plugin
             self._faults.note(fault)
+        carried = charge.carried
         if not wasted:
-            carried = self._charged[number] if decode_follows(lease, event) else 0.0
+            carried = charge.total if decode_follows(lease, event) else 0.0
         if carried:
-            self._between[lease.request.id] = carried
-        del self._charged[number], self._carried[number]
-        self._credits.pop(number, None)
+            self._between[request.id] = carried
 
     def ended(self, request: Request) -> None:
         """Refunds the charge of a prefill stage if no answer followed."""
@@ -112,15 +125,9 @@ class ChargeObserver(LeaseObserver):
             fairness = self._room.bands[request.band].fairness
             self._faults.notify(fairness.charge, request.flow, -carried / request.weight)
 
-    def _prompt(self, lease: LeaseRecord) -> float:
-        """Returns the charge for the prefill on another backend; 0 unless the lease is a decode stage."""
-        return self._carried[lease.number] if lease.request.stage is DECODE else 0.0
-
-    def _charge_to(self, lease: LeaseRecord, cost: float) -> None:
-        request = lease.request
-        more = (cost - self._charged[lease.number]) / request.weight
-        self._room.bands[request.band].fairness.charge(request.flow, more)
-        self._charged[lease.number] = cost
+    def _charge_to(self, request: Request, charge: _Charge, total: float) -> None:
+        self._room.bands[request.band].fairness.charge(request.flow, (total - charge.total) / request.weight)
+        charge.total = total
 
 
 def decode_follows(lease: LeaseRecord, event: Returned) -> bool:

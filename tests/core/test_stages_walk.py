@@ -201,7 +201,7 @@ class Walk:
             assert backend.kv_pinned_until_s(self.now + 60.0) is None
         (scheduler,) = self.pools.schedulers.values()
         assert not scheduler._reservations._reservations
-        assert not any((scheduler.charges._charged, scheduler.charges._carried, scheduler.charges._between))
+        assert not any((scheduler.charges._charges, scheduler.charges._between))
 
 
 @pytest.mark.sampled(7)
