@@ -1,5 +1,18 @@
 """Parses fleets: names like `4xllama-8b-h100+4xllama-8b-a100` or `3xllama-8b-h100:prefill+5xllama-8b-h100:decode`, and
-YAML files with replicas, faults and proxies. `docs/laboratory/index.md` has examples.
+YAML files with faults:
+
+proxies: 2                  # independent; or `relays: 2`, one cluster, with rtt_s and leader_dies_at_s
+pinned: true                # the first tenant uses one proxy, and other tenants the other proxies
+kv_transfer: {bytes_per_s: 1.25e+9, latency_s: 0.01}
+replicas:
+  - {count: 6, profile: llama-8b-h100, max_num_seqs: 128, role: decode}
+  - name: late
+    joins_s: 120
+    profile: {name: my-8b, small_ms: [5.7, 0.006], large_ms: [0.2, 0.018], decode_ms: [0.4, 4.5e-5],
+              prefill_ms: [0.8, 4.3e-7], kv_tokens: 400000}
+faults:
+  - {at_s: 60, kind: slow, value: 2, until_s: 90, replica: gpu-3}
+  - {at_s: 80, kind: lost_readings, value: 0.1, replica: all}
 """
 
 from __future__ import annotations
