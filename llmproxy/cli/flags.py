@@ -163,7 +163,9 @@ def unknown_flags(arguments: Sequence[str], known: Collection[str]) -> list[str]
 
 
 def _with_section(flag: str) -> str | None:
-    """Returns advice for a flag that lacks the section of its key; None if no section has a key of this name."""
+    """Returns advice for a flag without its section, such as `--max-wait-s` for `--queue-max-wait-s`; None if no
+    section has such a key.
+    """
     if found := [shown for key, shown in SHOWN.items() if flag_of(key.rpartition(".")[2]) == flag]:
         return f"is not a known flag; write {' or '.join(found)} (--help-all shows all flags)"
     return None

@@ -1,4 +1,4 @@
-"""A YAML file with the line of each value, and the old names of keys."""
+"""Reads a YAML file, remembers the line of each value, and translates old names of keys."""
 
 from __future__ import annotations
 

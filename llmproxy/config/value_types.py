@@ -228,7 +228,7 @@ def origin_of(value: str) -> str:
 
 
 def host_and_port(value: str) -> str:
-    """HOST:PORT, with an IPv6 address in brackets."""
+    """Returns `value` if it is HOST:PORT, with brackets around an IPv6 address. Raises ValueError if not."""
     host, _, port = value.rpartition(":")
     if not host or (":" in host and not host.startswith("[")) or integer_of(port) is None or not 0 <= int(port) < 65536:
         raise ValueError(f"{value!r} is no HOST:PORT")

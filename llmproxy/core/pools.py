@@ -455,7 +455,7 @@ class Pools:
         return [one for one in self._all if now < until_s[of(one.pool)]]
 
     def faults(self, now: float) -> list[tuple[Exception, int]]:
-        """Returns the exceptions of the policies of all pools since the last call."""
+        """Returns each exception that a policy raised since the last call, with its number of occurrences."""
         found: list[tuple[Exception, int]] = []
         for scheduler in self._all:
             if scheduler.faults.noted:

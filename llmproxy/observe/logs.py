@@ -174,8 +174,8 @@ class _WallClock:
 
 
 class _Render(Protocol):
-    """The last processor of structlog, which makes the text of a log line. `exit` is a shortcut for finished
-    requests.
+    """The last processor of structlog, which makes the text of a log line. `exit` makes the line of a finished request
+    directly, because it is the most frequent line.
     """
 
     def __call__(self, logger: WrappedLogger, method: str, event: EventDict, /) -> str: ...

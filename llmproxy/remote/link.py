@@ -131,8 +131,8 @@ class Link(asyncio.Protocol, Generic[MessageT]):
         Args:
             on_message: Gets each message.
             on_lost: Called when the connection has ended.
-            on_broken: Gets the reason when a peer that is not `identified` sends an invalid frame. Until then its
-                frames must be short. None: the peer is known.
+            on_broken: Gets the reason when the peer sends an invalid frame before it is `identified`. Before that,
+                the link accepts only short frames. None if the peer is known from the start.
         """
         self.local = local
         self._bytes_max = LOCAL_BYTES_MAX if local else FRAME_BYTES_MAX

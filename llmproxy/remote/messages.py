@@ -1,4 +1,6 @@
-"""The messages between a client of leases, a relay worker or a cluster member, and the process that grants them.
+"""The messages between a process that asks for leases and the process that grants them.
+
+A relay worker or a cluster member asks for leases.
 
 A lease has the call number of its `Admit`. The client chose the number, so it is valid under every later leader.
 

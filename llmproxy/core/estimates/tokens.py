@@ -27,7 +27,7 @@ TURNS_MAX = 64
 
 @dataclass(slots=True)
 class Estimate:
-    """Means of one model over `seen` answers: UTF-8 bytes per prompt token, and output tokens per sequence."""
+    """Averages of `seen` answers of one model: UTF-8 bytes per prompt token, and output tokens per sequence."""
 
     bytes_per_token: float = BYTES_PER_TOKEN
     output_tokens: float = OUTPUT_TOKENS

@@ -1,4 +1,4 @@
-"""The cost placement's model of one backend: its learned speed, and the prompts that it has not computed yet."""
+"""The model of one backend in the placement policy `cost`: its learned speed, and its prompts that are not computed."""
 
 from __future__ import annotations
 

@@ -18,7 +18,9 @@ HeapEntry = tuple[Key, int, Item]
 
 
 class LazyHeap(Generic[Key, Item]):
-    """A priority queue. A push is O(log n), and a removal is free: `counts` tells whether an entry is still valid."""
+    """A priority queue. A push is O(log n). A removal costs nothing: removed entries stay in the heap, and are skipped
+    because `counts(entry)` is false.
+    """
 
     __slots__ = ("_counts", "_entries", "_serial")
 

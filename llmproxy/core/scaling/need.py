@@ -5,10 +5,10 @@ The number is the largest of several terms. The unit of a term is one replica th
     p     = replica-seconds of a prompt: uncached tokens times seconds per token (`curve`)
     s(n)  = seconds of a step with n sequences (`curve`)
     u     = p / (p + output * s(n) / n), the share of its time that a replica spends on prompts
-    seats = the most sequences with which a replica meets its objective: the least of its batch limit, its KV cache /
-    mean tokens that an answer occupies, and the largest n with s(n) / (1 - u) below 0.8 of the objective per output
-    token
-    w     = p + output * s(seats) / seats, replica-seconds of a request
+    seats = the most sequences with which a replica meets its objective: the least of its batch limit, the tokens of
+    its KV cache divided by the mean tokens of a request, and the largest n with s(n) / (1 - u) below 0.8 of the
+    objective per output token
+    w     = p + output * s(seats) / seats, replica-seconds of a request with `output` tokens in its answer
 
 Each replica has its own seats and its own w. The usual replica has the mean of 1 / w over the replicas that are up. If
 all replicas are full while requests wait, all of them are needed, so `work` is at least the number of replicas that are

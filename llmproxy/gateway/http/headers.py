@@ -107,8 +107,8 @@ def _clean(value: str) -> str:
 
 
 def as_text(value: str) -> str:
-    """Returns `value` unchanged if it can be encoded as UTF-8. Otherwise decodes its bytes as Latin-1, as engines
-    do.
+    """Returns `value` as it is, unless it has surrogate escapes: received bytes that were not UTF-8. Then decodes all
+    received bytes as Latin-1, as engines do.
     """
     try:
         value.encode()

@@ -63,12 +63,12 @@ class Oracle(Placement):
     * the prefill of the tokens that are not in the replica's cache,
     * the answer with its true length and step times,
     * the delay that this prefill and decode cause to every request in the batch,
-    * the prefill once more, because a prompt that is computed twice evicts other blocks.
+    * the prefill a second time, as a penalty: a prefix in the caches of two replicas evicts other blocks.
 
     Candidates are the replicas that can begin at once, and replicas with so many more cached tokens that waiting may
     pay. If the best candidate cannot begin soon, the request waits, and a request of higher priority may overtake it.
 
-    The oracle uses the caches as they are. With the hits of a pooled cache at every replica, it would scatter prompts
+    The oracle uses the caches as they are. If it counted a hit at one replica as a hit at all, it would scatter prompts
     that share a prefix, and the copies would waste KV cache.
     """
 

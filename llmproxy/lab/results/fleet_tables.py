@@ -68,8 +68,8 @@ def _replicas(count: int) -> str:
 
 
 class Split(NamedTuple):
-    """A division into prefill and decode replicas under a policy: means over seeds. With `prefill` 0, all replicas do
-    both.
+    """Results of one division of a fleet into prefill and decode replicas, as means of all seeds. With `prefill` 0,
+    all replicas do both.
 
     `wants` is the number of prefill replicas that `/scale` recommends for this fleet size; None if unknown.
     """

@@ -223,7 +223,7 @@ class RunRecorder:
         )
 
     def trail(self) -> Trail:
-        """Returns the additional data of the run's plots."""
+        """Returns the curves and time series that only the plots of the run need."""
         hits, hit_tokens, prompt_tokens = [], 0.0, 0.0
         hit_at = {at_s: stretch.total for at_s, stretch in self._prompts.intervals("hit")}
         for at_s, stretch in self._prompts.intervals("all"):

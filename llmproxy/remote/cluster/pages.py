@@ -162,7 +162,8 @@ def _unknown(shard: Shard) -> web.Response:
 
 
 def cluster_status(cluster: Cluster) -> dict[str, Any]:
-    """Returns the cluster as this member sees it: the default shard, and under `pools` each other shard."""
+    """Returns the cluster as this member sees it: the default shard at the top level, and all other shards under
+    `pools`."""
     return {
         "member": cluster.me.name,
         "address": cluster.me.address,

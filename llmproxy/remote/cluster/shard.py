@@ -301,9 +301,9 @@ class Shard:
         return self.sessions.join(hello, sender)
 
     def _resumed(self) -> None:
-        """Begin to decide as soon as all expected members have reported.
+        """Begin to grant leases as soon as all members that were known before have reported.
 
-        A member that has just started expects none, and waits for the full RESUME_WAIT_S.
+        A process that has just started knows no members, so it waits for the full RESUME_WAIT_S.
         """
         if self._resume_timer is None or self.sessions is None or not self._expected:
             return

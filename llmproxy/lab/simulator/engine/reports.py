@@ -17,8 +17,8 @@ class StepResult:
     - `admitted`: Requests that left the queue, each with its number of cached prompt tokens.
     - `wrong`: Admitted requests that found KV blocks of another prompt.
     - `fetches`: Requests whose KV blocks must be fetched from now on, each with its number of missing tokens.
-    - `kv_events`: At most one batch per step, with the seconds from the start of the first step to the end of its step.
-      Empty before `publish_kv_events`.
+    - `kv_events`: At most one batch per step. Its time is the end of that step, in seconds from the start of the first
+      step. Empty until `Engine.publish_kv_events` is called.
     """
 
     duration_s: float
