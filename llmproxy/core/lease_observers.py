@@ -64,6 +64,9 @@ class ChargeObserver(LeaseObserver):
             if not request.stream:
                 # The first token is not visible without a stream, so the grant counts as the start.
                 fairness.started(request, now)
+        except Exception as fault:  # noqa: BLE001 - a policy may be a plugin
+            self._faults.note(fault)
+        try:
             self._charge_to(request, charge, prompt + self.charge.estimate(request))
         except Exception as fault:  # noqa: BLE001 - a policy may be a plugin
             self._faults.note(fault)

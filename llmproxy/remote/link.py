@@ -96,8 +96,8 @@ class Frames(Generic[MessageT]):
                         _report_bug(message, error)
         except (msgspec.DecodeError, RecursionError) as error:
             raise BrokenFrameError(str(error)) from None
-        finally:
-            del buffer[:begin]
+        # Not after an error, whose traceback may still refer to the buffer. The connection ends then.
+        del buffer[:begin]
 
 
 class Sender(Protocol):

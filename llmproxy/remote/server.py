@@ -134,11 +134,14 @@ class LeaseServer:
             self._take_back(call)
 
     def _cancel_tasks(self) -> None:
-        for task in self._tasks.values():
+        # On its next link, the client may repeat a call before the cancelled task of that call has ended.
+        tasks, self._tasks = self._tasks, {}
+        for task in tasks.values():
             task.cancel()
 
     def forget(self, request_id: str, met: bool | None = None) -> None:
         """Note the end of a request."""
+        self._reported.discard(request_id)
         request = self.requests.pop(request_id, None)
         if request is not None:
             self._dispatcher.ended(request, met)
@@ -167,14 +170,15 @@ class LeaseServer:
     async def _admit(self, asked: messages.Admit) -> None:
         lease = await self._dispatcher.wait(asked.request, asked.excluded, asked.entry)
         lent = self._lend(asked.call, lease)
-        self._services.update_clients()
+        try:
+            self._services.update_clients()
+        except BaseException:
+            self._take_back(asked.call)
+            raise
         self._grant(asked.call, lent)
 
     def _lend(self, call: int, lease: Lease) -> _Lent:
         lent = self._lent[call] = _Lent(lease)
-        self._numbers[call] = lease.grant.lease
-        if len(self._numbers) > RETURNED_MAX + len(self._lent):
-            self._numbers.popitem(last=False)
         lease.on_cut = lambda: self.send(messages.LeaseCut(call, lease.revoked))
         return lent
 
@@ -200,6 +204,9 @@ class LeaseServer:
         lease = self._lent.pop(call).lease
         # Breaks the reference cycle of lease and callback, which only the garbage collector could free.
         lease.on_cut = None
+        self._numbers[call] = lease.grant.lease
+        if len(self._numbers) > RETURNED_MAX:
+            self._numbers.popitem(last=False)
         event = returned or Returned(lease.grant.lease, Verdict.CLIENT_GONE)
         self._loop.call_soon(lease.apply, event, self._loop.time())
 
@@ -240,7 +247,8 @@ class LeaseServer:
                 # In the next turn of the loop, after its lease is returned.
                 self._loop.call_soon(self.forget, request_id, met)
             case messages.PrefixCached(pool, call, backend, hashes):
-                if (number := self._numbers.get(call)) is not None:
+                lent = self._lent.get(call)
+                if (number := self._numbers.get(call) if lent is None else lent.lease.grant.lease) is not None:
                     self._loop.call_soon(self._pools.cached, pool, number, backend, hashes)
             case messages.ExitReport(record):
                 self._services.exited(record if self._shares_clock else record.later(self._loop.time()))

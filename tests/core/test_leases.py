@@ -111,3 +111,13 @@ def test_an_observer_is_called_for_the_events_that_it_overrides() -> None:
     leases.apply(Progress(lease, 5), 1.0)
     leases.apply(Started(lease), 1.0)
     assert heard == [("flow", lease)]
+
+
+def test_a_flow_is_charged_though_its_policy_fails_at_the_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty(*_: object) -> None:
+        raise ValueError("a plugin's bug")
+
+    of = Ledger()
+    monkeypatch.setattr(of.room.bands[0].fairness, "dispatched", faulty)
+    of.grant()
+    assert of.charged() == 10 + 2 * 10

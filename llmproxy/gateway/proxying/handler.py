@@ -307,6 +307,8 @@ class RequestHandler:
                     # The client did not ask for usage: try again without it.
                     self._usage.record_refusal(backend, lease.grant.at_s)
                     attempt = context.attempt = Attempt(split=attempt.split)
+                    # The refusal cost nothing, but the answer to the second call may report no usage.
+                    lease.usage = None
                     call = call_for(context, parsed, lease, backend, engine_id, span_id, handover, False)
                     await rules.relay.attempt(attempt, lease, backend.url, call, context.client)
         finally:

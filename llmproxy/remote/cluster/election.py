@@ -208,7 +208,9 @@ class Election:
             # A call that is under way could take the lock again: wait for it.
             async with asyncio.timeout(FENCE_SHARE * self._lock_s), self._store_access:
                 if self._may_hold_lock:
-                    # A `take` that was never answered may have begun the next epoch.
+                    # The epoch of a `take` that was never answered is unknown.
+                    if (found := await self._store.holder()) is not None:
+                        self._epoch = max(self._epoch, found.epoch)
                     released = self._epoch + 1
                     # A release that the store carries out late must not free the lock of this member's next term.
                     self._epoch = released + 1

@@ -74,8 +74,8 @@ class MemberSession:
     def _handle(self, message: FromWorker | FromMember) -> None:
         """Handle a message that does not concern leases."""
         if isinstance(message, Hello):
-            # The member has reloaded its configuration.
-            self.hello = message
+            # The member has reloaded its configuration. Its session is found by its name, which must not change.
+            self.hello = message if message.name == self.hello.name else self.hello
         elif isinstance(message, Resumed):
             self._on_resumed()
 

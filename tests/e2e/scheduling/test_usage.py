@@ -257,3 +257,18 @@ async def test_leaving_before_the_end_of_a_plain_answer_is_not_free() -> None:
         asked.cancel()
         await until(lambda: proxy.app.handler.open_requests == 0)
         assert accounts(proxy)[2] > 2 * OUTPUT_TOKENS, "the estimate of the answer is charged, and the prompt"
+
+
+async def test_an_answer_after_refused_stream_options_is_charged() -> None:
+    async def script(peer: Peer, request: bytes) -> None:
+        if b"stream_options" in request:
+            await peer.send(whole(b'{"error":{"message":"unknown field stream_options"}}', "400 Bad Request"))
+        else:
+            event = b'data: {"id":"c","choices":[{"index":0,"delta":{"content":"x"}}]}\n\n'
+            await peer.send(STREAM_HEAD + chunk(event * 9 + b"data: [DONE]\n\n") + STREAM_END)
+
+    async with serving_script(script, **LIMITED) as (proxy, _):
+        answer = await proxy.chat(BODY | {"stream": True})
+        assert answer.status == 200
+        await proxy.settled()
+        assert accounts(proxy)[2] >= 2 * 9

@@ -256,6 +256,21 @@ async def test_a_release_that_the_store_carries_out_late_does_not_free_a_later_t
 
 
 @virtual
+async def test_a_lock_of_an_epoch_that_is_unknown_is_given_up() -> None:
+    """Other members have led since, and the member took the lock without an answer."""
+    store = Store()
+    a = Member(store, "a")
+    await asyncio.sleep(0.5)
+    store.forget()
+    store.after_s, store.epoch = 1000.0, 5
+    await asyncio.sleep(RENEW_S + FENCE_S)
+    assert store.held is not None
+    store.after_s = 0.0
+    await a.election.resign()
+    assert store._holder() is None
+
+
+@virtual
 async def test_member_without_the_lock_asks_for_no_release() -> None:
     store = Store()
     Member(store, "a")

@@ -774,3 +774,17 @@ async def test_a_call_of_the_next_connection_may_have_the_number_of_one_of_the_l
         await asyncio.sleep(0.01)
         assert leader.dispatcher.nameless == 0
         session.end()
+
+
+@virtual
+async def test_a_member_that_changes_its_name_leaves_nothing() -> None:
+    async with world(2) as found:
+        stranger = Stranger(found)
+        stranger.hello()
+        await asyncio.sleep(0.1)
+        stranger.hello(name="other", incarnation="9")
+        await asyncio.sleep(0.1)
+        stranger.link.abort()
+        await asyncio.sleep(30.0)
+        assert found.leader.shard.sessions is not None
+        assert not {"stranger", "other"} & found.leader.shard.sessions.by_name.keys()

@@ -373,3 +373,10 @@ def test_a_request_is_as_old_to_who_hears_of_it(asked: Any, ours: float, theirs:
     there = relative_to(relative_to(asked, ours), -theirs)
     for one, other in ((asked.arrived_s, there.arrived_s), (asked.deadline_s, there.deadline_s)):
         assert other - theirs == pytest.approx(one - ours, abs=1e-5)
+
+
+def test_a_broken_frame_after_a_good_one_is_a_protocol_error() -> None:
+    received: list[object] = []
+    with pytest.raises(BrokenFrameError):
+        Frames(FROM_MEMBER, FRAME_BYTES_MAX).feed(frame([Ping()]) + b"\x00\x00\x00\x01\xc1", received.append)
+    assert received == [Ping()]

@@ -140,6 +140,7 @@ class WorkerLink:
         assert (server.open_requests, server.leases, server.waiting) == (0, 0, 0)
         assert (self.remote.waiting, self.remote.running) == (0, 0)
         assert not self.remote._calls
+        assert not server._reported
 
 
 ENOUGH = 20

@@ -156,3 +156,38 @@ async def test_without_a_scheduler_every_request_is_refused(one: Dispatcher, lin
     assert await refused(waiting) is Outcome.DRAINING
     assert await refused(line.client()) is Outcome.DRAINING
     assert (line.remote.draining, line.remote.granting) == (True, False)
+
+
+@virtual
+async def test_a_prompt_is_indexed_after_more_short_leases_than_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = dispatcher(a=2)
+    line = WorkerLink(one)
+    monkeypatch.setattr("llmproxy.remote.server.RETURNED_MAX", 2)
+    cached: list[int] = []
+    monkeypatch.setattr(one.pools, "cached", lambda _, number, *__: cached.append(number))
+    long = line.client()
+    grant = (await leased(long)).grant
+    for _ in range(4):
+        short = line.client()
+        await leased(short)
+        await short.done()
+        await turns(ENOUGH)
+    line.remote.cached(grant, (1, 2))
+    await turns(ENOUGH)
+    assert len(cached) == 1
+    await nothing_left(one, line)
+
+
+@virtual
+async def test_a_lease_is_returned_if_its_client_cannot_be_updated() -> None:
+    one, broken = dispatcher(a=1), [True]
+
+    def update() -> None:
+        if broken.pop():
+            raise RuntimeError("a bug")
+
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+    line = WorkerLink(one, settle=lambda: update() if broken else None)
+    assert await refused(line.client()) is Outcome.INTERNAL
+    assert (await leased(line.client())).backend == "a"
+    await nothing_left(one, line)
