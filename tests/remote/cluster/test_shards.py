@@ -21,7 +21,7 @@ from llmproxy.remote.cluster.stores import lock_name
 from tests.core.make import BASE
 from tests.dispatching import Client, virtual
 from tests.e2e.proxies import FAST, HELLO, merged_with, until
-from tests.remote.cluster.elections import LOCK_S, Member, Store, check
+from tests.remote.cluster.elections import LOCK_S, RENEW_S, Member, Store, check
 from tests.remote.cluster.fleet import cluster_of, members, shard_of
 from tests.remote.cluster.virtual import VirtualMember, World, world
 
@@ -113,7 +113,8 @@ async def test_member_with_fewer_shards_takes_a_free_lock_first() -> None:
     assert len(check(idle)) == 1
     busy = Member(store, "busy")
     busy.defer_s, idle.defer_s = 0.0, 0.4
-    await asyncio.sleep(1.0)
+    # Shortly before the next read of the lock by `busy`, so that it comes within the time that `idle` waits.
+    await asyncio.sleep(RENEW_S - 0.1)
     await idle.election.resign()
     idle.election.campaign()
     await asyncio.sleep(1.0)
