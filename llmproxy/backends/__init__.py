@@ -1,3 +1,3 @@
-"""The list of backends and their state: registry, discovery, polls, adapters. No request passes through this
+"""The list of backends and their state: registry, discovery, polls, adapters. Requests do not pass through this
 package.
 """

@@ -1,6 +1,6 @@
 """Loads or unloads an adapter on all backends, and repeats the change on a backend that lost it in a restart.
 
-A backend gets one load or unload request at a time. Its model list is read after each of them, so that requests for the
+Each backend gets one load or unload request at a time, and then its model list is read, so that requests for the
 adapter work as soon as the load is reported.
 """
 
@@ -37,12 +37,11 @@ class Lister(Protocol):
 
 
 class AdapterKeeper(BackendObserver):
-    """Changes the adapters of backends, and repeats the changes on backends that come back without them, until `close`.
+    """Changes the adapters of backends, and repeats the changes on restarted backends, until `close`.
 
     Args:
         backends, listers: Map names of backends to their configurations and pollers. Both may change at any time.
-        on_order: Called after each load or unload request: (backend, kind of change, whether the backend carried it
-            out).
+        on_order: Called after each load or unload request: (backend, kind of change, whether it succeeded).
     """
 
     def __init__(
@@ -69,8 +68,8 @@ class AdapterKeeper(BackendObserver):
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def carry_out(self, plan: AdapterPlan) -> Report:
-        """Sends the load or unload requests of a plan to all its backends at once. They continue if the caller is
-        cancelled.
+        """Sends the load or unload requests of a plan to all its backends at once. Cancellation does not stop the
+        requests.
         """
         return await asyncio.shield(self._spawn(self._carry_out(plan)))
 
@@ -82,7 +81,7 @@ class AdapterKeeper(BackendObserver):
             self._spawn(self._catch_up(backend))
 
     def reconfigure(self, backend_api_key: str | None, timeouts: TimeoutsConfig) -> None:
-        """Sets the key and the time limits of later load and unload requests."""
+        """Sets the key and the timeouts of later load and unload requests."""
         self._backend_api_key, self._timeouts = backend_api_key, timeouts
 
     def removed(self, backend: str) -> None:
@@ -120,8 +119,8 @@ class AdapterKeeper(BackendObserver):
             return await self._order(change, backend)
 
     async def _catch_up(self, backend: str) -> None:
-        """Sends a backend the adapter changes that are due, up to the first failure. The others follow after the next
-        model list.
+        """Sends a backend the missing adapter changes, up to the first failure. The next model list triggers the
+        others.
         """
         try:
             for change in self._adapters.due(backend, _now()):
@@ -160,8 +159,8 @@ class AdapterKeeper(BackendObserver):
             return Reply(backend, None, taken=False, message=message)
         if backend in self._listers:
             await self._listers[backend].list_now()
-        # A backend refuses to load a present adapter, and to unload a missing one. Its model list shows whether the
-        # order is met.
+        # A backend refuses to load a present adapter, and to unload a missing one. Its model list shows which adapters
+        # it has.
         taken = 200 <= status < 300 or self._adapters.is_met(change, backend)
         return Reply(backend, status, taken, _message(status, body))
 

@@ -1,7 +1,7 @@
-"""Discovers backends while the proxy runs: in a watched file, by names in DNS, or in Kubernetes.
+"""Discovers backends while the proxy runs: in a watched file, in DNS, or in Kubernetes.
 
-Every source returns its whole set of backends at each query, and the registry applies the differences. After a failed
-query, the last set stays.
+Each query of a source returns all its backends, and the registry applies the differences. After a failed query, the
+last backends stay.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _log = structlog.get_logger()
 
 
 class FileSource:
-    """A file with a list of backends, as in the configuration itself."""
+    """A file with a list of backends."""
 
     interval_s = FILE_LOOK_S
 
@@ -78,9 +78,8 @@ class FileSource:
 class DnsSource:
     """All servers behind one DNS name, each configured like `template`.
 
-    A server is named by its address and port, so that its name does not depend on the order of DNS answers. A server is
-    removed after `misses_before_removal` answers in a row without it, or after `EMPTY_TIMES` times as many empty
-    answers.
+    A server is named by its address and port, so that the order of DNS answers does not matter. It is removed after
+    `misses_before_removal` answers in a row without it, or after `EMPTY_TIMES` times as many empty answers.
     """
 
     def __init__(self, template: BackendConfig, interval_s: float, misses_before_removal: int, look_up: LookUp) -> None:
@@ -137,7 +136,7 @@ async def addresses(resolver: Resolver, host: str, port: int) -> list[Address]:
 
 async def services(name: str, _: int) -> list[Address]:
     """Returns the servers in the SRV records of the best priority (RFC 2782). Weights are ignored: the scheduler
-    decides how many requests each server gets.
+    distributes requests.
     """
     from dns import asyncresolver, exception, resolver
 
@@ -152,7 +151,7 @@ async def services(name: str, _: int) -> list[Address]:
 
 
 def check(config: Config) -> None:
-    """Raise ConfigError for a source whose library is not installed."""
+    """Raises ConfigError for a source whose library is not installed."""
     if find_spec("dns") is None:
         missing = [b.url for b in config.backends if b.url.startswith(SRV)]
         if missing:
@@ -167,14 +166,14 @@ class _Running:
 
 
 class Discovery:
-    """Queries every source of backends at its own interval, and updates the registry, from `reconfigure` until `close`.
+    """Queries each source of backends at its own interval, and updates the registry, from `reconfigure` until `close`.
 
     Args:
         registry: The registry to update.
         expects: Called with True while any source has not answered, so that requests for unlisted models wait.
-        on_look: Called after every query, with the source and whether the query succeeded.
-        look_ups: The functions that look up A and AAAA records, and SRV records.
-        take_entries: Called with the configuration entries that InferenceObjectives and InferenceModelRewrites define.
+        on_look: Called after each query, with the source and whether the query succeeded.
+        look_ups: The functions that look up addresses (A and AAAA records) and SRV records.
+        take_entries: Called with the configuration entries from InferenceObjectives and InferenceModelRewrites.
     """
 
     def __init__(
@@ -194,7 +193,7 @@ class Discovery:
         self.objects = ExtensionObjects(take_entries, self._report_expected)
 
     def reconfigure(self, config: Config) -> None:
-        """Apply a configuration. Backends of removed sources leave."""
+        """Applies a configuration. Removes the backends of removed sources."""
         chosen = config.discovery
         wanted: dict[str, tuple[object, Callable[[], BackendSource]]] = {}
         if (file := chosen.file) is not None:

@@ -46,7 +46,7 @@ class _Sglang(msgspec.Struct):
 
 
 def parse_sequences(body: bytes) -> int | None:
-    """Returns the batch limit of a server, summed over its engines; None if the answer does not contain it."""
+    """Returns the batch limit of a server, summed over its engines; None if the answer has none."""
     try:
         config = msgspec.json.decode(body, type=_Vllm).vllm_config
         scheduler = config.scheduler_config

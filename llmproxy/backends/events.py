@@ -1,4 +1,4 @@
-"""Passes the events of polls to the dispatcher first, then to all observers of backends."""
+"""Passes poll events to the dispatcher first, then to all observers."""
 
 from __future__ import annotations
 
@@ -17,44 +17,41 @@ _log = structlog.get_logger()
 
 
 class BackendObserver:
-    """The base class of observers of backends. Each method does nothing unless it is overridden.
+    """The base class of observers of backends. Each method does nothing by default.
 
-    The methods are synchronous and quick. They are called on the event loop, after the dispatcher has handled the same
-    event. The events of one poll come in the order in which the poll sends its requests.
+    The methods are quick and run on the event loop, after the dispatcher has handled the same event. The events of one
+    poll come in the order of its requests.
     """
 
     def listed(self, backend: str, listing: Listing) -> None:
-        """The backend has listed its models."""
+        """Handles a new model list of a backend."""
 
     def observe(self, backend: str, reading: Reading) -> None:
-        """The backend's metrics were scraped. Called before `answered`, and only for servers that publish vLLM
-        metrics.
-        """
+        """Handles scraped metrics of a server that publishes vLLM metrics. Called before `answered`."""
 
     def published(self, backend: str, limit: int) -> None:
-        """The backend published how many sequences it runs at once."""
+        """Handles a published batch limit: the number of sequences that the backend runs at once."""
 
     def unread(self, backend: str, trouble: Trouble, detail: str) -> None:
-        """The backend's metrics could not be read, which does not count as a failed poll. `answered` or `troubled`
-        follows.
-        """
+        """Handles unreadable metrics, which do not count as a failed poll. `answered` or `troubled` follows."""
 
     def answered(self, backend: str) -> None:
-        """A poll ended and the backend is healthy, whether or not its metrics were read."""
+        """Handles the end of a poll that found the backend healthy, whether or not its metrics were readable."""
 
     def timed_out(self, backend: str) -> None:
-        """A request of a poll had no answer within `poll.timeout_s`. `unread` or `troubled` follows."""
+        """Handles a request of a poll without an answer within `poll.timeout_s`. `unread` or `troubled` follows."""
 
     def troubled(self, backend: str, trouble: Trouble, detail: str) -> None:
-        """A poll failed. `detail` is a text for people: the request and its result."""
+        """Handles a failed poll. `detail` tells people the request and its result."""
 
     def removed(self, backend: str) -> None:
-        """The backend was removed, so observers forget its state."""
+        """Forgets the state of a removed backend."""
 
 
 class BackendEvents(BackendObserver):
-    """Passes events of pollers and the registry to the dispatcher and to `observers`, a list that may grow until the
-    first backend joins."""
+    """Passes events of pollers and the registry to the dispatcher, then to `observers`. The list may grow until the
+    first backend joins.
+    """
 
     def __init__(self, dispatcher: Dispatcher, observers: Sequence[BackendObserver] = ()) -> None:
         self._dispatcher = dispatcher
@@ -121,7 +118,7 @@ class PollCounter(BackendObserver):
 
 
 class BackendLog(BackendObserver):
-    """Logs changes of backends, and records which of the backends configured at the start have been polled."""
+    """Logs changes of backends, and records which of the initial backends have been polled."""
 
     def __init__(self, pools: Pools) -> None:
         self._pools = pools
@@ -133,7 +130,7 @@ class BackendLog(BackendObserver):
         """Set when every backend of `expect` has answered a poll or failed one."""
 
     def expect(self, backends: Iterable[str]) -> None:
-        """Add backends that are configured at the start."""
+        """Adds initial backends, which `all_polled` waits for."""
         self._unpolled.update(backends)
         if not self._unpolled:
             self.all_polled.set()
@@ -171,7 +168,7 @@ class BackendLog(BackendObserver):
         self._polled(backend)
 
     def health_changed(self, backend: str, event: EjectionEvent) -> None:
-        """Log the ejection of a backend, the end of its ejection, or an ejection that was skipped."""
+        """Logs the start or end of an ejection, or a skipped ejection."""
         if isinstance(event, Ejected):
             _log.warning("backend_ejected", backend=backend, why=event.why, pause_s=event.pause_s)
         elif isinstance(event, EjectionSkipped):

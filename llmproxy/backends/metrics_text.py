@@ -1,7 +1,7 @@
 """Parses a backend's `/metrics` page into a `Reading`, in slices that do not block the event loop.
 
-The parser looks only at the lines that it needs. A page of vLLM is about 70 kB of histograms, scraped up to five times
-a second from every backend, so a general parser would cost more than the proxying itself.
+A page of vLLM has about 70 kB of histograms, and each backend is scraped up to five times a second. A general parser
+would cost more than the proxying itself, so this one looks only at the lines that it needs.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ _OTHER_NAMES = (
     (b"sglang:num_queue_reqs", WAITING),
     (b"sglang:token_usage", KV_USED),
 )
-"""Names of Ray Serve, of collectors that allow no colon, and of SGLang, each with the name of vLLM for the same series.
-"""
+"""(Other name, vLLM's name) of a series: the names of Ray Serve, of collectors that allow no colon, and of SGLang."""
 
 LABELS_BYTES_MAX = 64 << 10
 """Maximum bytes of labels in a series. vLLM's longest labels have 1 KB, plus the names of the waiting adapters."""
@@ -55,10 +54,9 @@ _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 def parse_reading(text: bytes, taken_at_s: float) -> Generator[None, None, Reading | None]:
     """Parses the load of one backend from its metrics page. `taken_at_s` is the time when the scrape was sent.
 
-    Running and waiting requests and tokens of several engines behind one page are summed, and KV cache usage is
-    averaged. Returns None for a page without running and waiting requests: it is no vLLM page, and zeroes would mean an
-    idle engine. Yields after at most some milliseconds of work. Raises ValueError, with a reason for people, if labels
-    exceed LABELS_BYTES_MAX.
+    If the page covers several engines, requests and tokens are summed, and KV cache usage is averaged. Returns None for
+    a page without running and waiting requests: it is no vLLM page, and zeroes would mean an idle engine. Yields after
+    at most some milliseconds of work. Raises ValueError, with a reason for people, if labels exceed LABELS_BYTES_MAX.
     """
     if RUNNING not in text:
         text = yield from _in_our_names(text)
@@ -92,7 +90,7 @@ def _in_our_names(text: bytes) -> Generator[None, None, bytes]:
 
 
 def is_filtered(text: bytes) -> bool:
-    """Returns whether the page has only the requested series, because the server applied the filter.
+    """Returns whether the server applied the filter, so that the page has only the requested series.
 
     An unfiltered page begins with metrics of the server's own process.
     """
@@ -121,8 +119,8 @@ def _samples(text: bytes, name: bytes) -> Iterator[tuple[bytes, bytes] | None]:
 
 
 def _number(rest: bytes) -> float | None:
-    """Returns the number at the beginning of `rest`, which a time stamp may follow. None for NaN, infinity, negative or
-    absurd values.
+    """Returns the number at the beginning of `rest`, which a timestamp may follow. Returns None for NaN, infinity, and
+    negative or absurd values.
     """
     try:
         value = float(rest[:_NUMBER_BYTES_MAX].split(None, 1)[0])
@@ -188,7 +186,7 @@ def _kv_tokens(text: bytes) -> Generator[None, None, int | None]:
 
 
 def _whole(text: str | None) -> int | None:
-    """A label value as an integer; None for `"None"`, which vLLM writes for an unset value."""
+    """Parses an integer label value; None for `"None"`, which vLLM writes for an unset value."""
     number = _number(text.encode()) if text is not None else None
     return None if number is None else int(number)
 

@@ -1,4 +1,4 @@
-"""Parses an answer of a backend's `/v1/models` into a `Listing`, in slices that do not block the event loop."""
+"""Parses a backend's answer to `/v1/models` into a `Listing`, in slices that do not block the event loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SLICE_BYTES = 32 << 10
 
 
 class _List(msgspec.Struct):
-    """The answer with its model cards not parsed yet: finding the cards costs a tenth of parsing them."""
+    """An answer with unparsed model cards: splitting costs a tenth of parsing."""
 
     data: list[msgspec.Raw]
 
@@ -30,11 +30,11 @@ _DECODER = msgspec.json.Decoder(_List)
 
 
 def parse_listing(body: bytes, taken_at_s: float) -> Generator[None, None, Listing]:
-    """Read the model cards in their order, with all their fields.
+    """Parses the model cards in their order, with all their fields.
 
-    A card whose `parent` is null (or absent) is a base model. Yields after at most some milliseconds of work. Raises
-    ValueError with a reason for people if the answer is no model list, or exceeds `CARDS_MAX`, `COMMAS_MAX` or, in one
-    card, `CARD_BYTES_MAX`.
+    A card without a `parent` is a base model. Yields after at most some milliseconds of work. Raises ValueError, with a
+    reason for people, if the answer is no model list or exceeds `CARDS_MAX`, `COMMAS_MAX` or `CARD_BYTES_MAX` (one
+    card).
     """
     if (commas := body.count(b",")) > COMMAS_MAX:
         raise ValueError(f"the model list has {commas} commas, more than the {COMMAS_MAX} that are accepted")

@@ -1,7 +1,7 @@
 """Connects new pairs of prefill and decode engines before a client's request needs them.
 
-The first transfer of KV blocks between two engines takes longer than later transfers, because the engines connect and
-compare their memory layouts. So a new backend transfers one short prompt with each partner.
+The first transfer of KV blocks between two engines takes longer than later ones, because the engines connect and
+compare their memory layouts. So each new backend transfers a short prompt with each partner.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PairWarmUp(BackendObserver):
     """Connects each pair of backends once, after either backend has started, one pair at a time, until `close`.
 
     `backends` maps names to backends and may change at any time. `config` returns the current configuration. A failed
-    pair is not tried again: the first split request shows the error.
+    pair is not retried: the first split request shows the error.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class PairWarmUp(BackendObserver):
         self._listed.add(backend)
 
     def answered(self, backend: str) -> None:
-        """Warms up the pairs of a backend when it is up: at the first `answered` after its first model list."""
+        """Warms up the pairs of a backend at its first healthy poll after its first model list."""
         if backend not in self._listed:
             return
         # Partners may still be down; their own first answer starts the warm-up then.
@@ -90,7 +90,7 @@ class PairWarmUp(BackendObserver):
             await asyncio.gather(self._task, return_exceptions=True)
 
     def _new(self, config: Config) -> Iterator[Pair]:
-        """Yields the pairs of one pool whose backends are both up and are not connected yet."""
+        """Yields the unconnected pairs of one pool whose backends are both up."""
         scheduling = config.scheduling
         if not scheduling.warm_up_pairs or scheduling.disaggregation == "never" or not _connector(config).asks:
             return

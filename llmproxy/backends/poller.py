@@ -1,10 +1,9 @@
-"""Polls the health, models and load of each backend, in one task per backend, independently of requests.
+"""Polls the health, models and load of each backend, in one task per backend.
 
-A poll sends its requests in a fixed order: health, models, metrics; health and models only when they are due. It ends
-with exactly one event: `answered`, or `troubled` after the first failed request. Unreadable metrics are no failure,
-because old metrics expire by themselves; a further request to `/health` then shows whether the backend is healthy. The
-metrics of a busy backend are scraped several times a second. The load of an idle backend does not change, so its
-metrics are scraped together with its health.
+A poll requests health and models when they are due, then the metrics. It ends with exactly one event: `answered`, or
+`troubled` after the first failed request. Unreadable metrics are no failure, because old metrics expire; a request to
+`/health` then shows whether the backend is healthy. A busy backend is scraped several times a second. The load of an
+idle backend does not change, so its metrics are scraped together with its health.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ BODY_BYTES_MAX = 4 << 20
 to anything. Answers are parsed in slices, so that no step blocks the loop for more than about 10 ms."""
 
 FAST_BYTES_MAX = 32 << 10
-"""A longer filtered answer is not cheap for the engine: it is requested as rarely as the full page."""
+"""A filtered page that is larger than this costs the engine too much: it is scraped as rarely as the full page."""
 
 HEALTH_INTERVAL_S = 1.0
 REPROBE_INTERVAL_S = 10.0
-"""How often a better source of readings is tried: a backend may be replaced without ever refusing a poll."""
+"""Interval between tries of a better metrics page: a backend may be replaced without ever refusing a poll."""
 
 LIMIT_ASKS_MAX = 3
 """Maximum number of tries to read an engine's configuration: vLLM inspects its machine before the first answer."""
@@ -87,9 +86,11 @@ class _PollTimedOut(_PollFailed):
 class Poller:
     """Polls one backend while `run` runs.
 
-    `url` is the backend's base URL without a trailing slash, `api_key` its bearer key or None. `has_work` returns
-    whether requests are in flight there. `clock` gives the times of scrapes in seconds: the scheduler's clock, by
-    default the clock of the event loop.
+    Args:
+        url: The backend's base URL without a trailing slash.
+        api_key: The bearer key, or None.
+        has_work: Returns whether requests are in flight on the backend.
+        clock: Returns the time of scrapes in seconds, on the scheduler's clock. Default: the event loop's clock.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class Poller:
         self._reset()
 
     async def run(self) -> None:
-        """Polls until cancelled. Neither an answer nor a bug of this program ends the polls."""
+        """Polls until cancelled, whatever the backend answers."""
         asking = supervised(self._ask_limit, f"limit of {self._backend}")
         try:
             while True:
@@ -136,16 +137,15 @@ class Poller:
             asking.cancel()
 
     async def list_now(self) -> None:
-        """Reads and reports the backend's models at once, after a change of adapters. Polls continue meanwhile.
-
-        A failure is not reported here: the next poll reports it.
+        """Reads and reports the backend's models now, after a change of adapters. Ignores a failure: the next poll
+        reports it.
         """
         with suppress(_PollFailed):
             await self._ask_models()
 
     async def _ask_limit(self) -> None:
-        """Requests the engine's batch limit each time the backend comes up. This runs beside the polls, because the
-        answer may take seconds.
+        """Requests the engine's batch limit. Runs beside the polls each time the backend comes up, because the answer
+        may take seconds.
         """
         while True:
             await self._came_up.wait()
@@ -164,7 +164,7 @@ class Poller:
     # --- one poll ------------------------------------------------------------------------------------------------
 
     async def poll_once(self) -> float:
-        """Send the requests that are due, report the answers, and return the seconds to wait before the next poll."""
+        """Sends the due requests, reports the answers, and returns the seconds until the next poll."""
         try:
             await self._ask_what_is_due()
         except _PollFailed as failure:
@@ -180,7 +180,7 @@ class Poller:
         return max(0.0, min(self._health_due_s, self._models_due_s, self._metrics_due_s) - self._clock())
 
     async def _wait_for_next(self, pause_s: float) -> None:
-        """Wait for the next poll. It comes sooner when an idle backend gets a request."""
+        """Waits for the next poll, or until an idle backend gets a request."""
         if not self._idle:
             await asyncio.sleep(pause_s)
             return
@@ -203,9 +203,7 @@ class Poller:
         return interval_s * self._rng.uniform(0.8, 1.0)
 
     async def _ask_what_is_due(self) -> None:
-        """Sends the requests that are due. The next interval begins with the answer, so that a slow server gets a
-        pause.
-        """
+        """Sends the due requests. The next interval begins with the answer, so that a slow server gets a pause."""
         if self._clock() >= self._health_due_s:
             await self._ask_health()
             self._health_due_s = self._clock() + self._jittered(HEALTH_INTERVAL_S)
@@ -271,8 +269,8 @@ class Poller:
             self._events.listed(self._backend, listing)
 
     async def _ask_metrics(self) -> tuple[Reading | None, float]:
-        """Scrapes the metrics. Returns the values of the best source that has any, and the seconds until the next
-        scrape. Begins with the source of the last scrape.
+        """Scrapes the best metrics page that has values, beginning with the page of the last scrape. Returns the
+        values, and the seconds until the next scrape.
         """
         sources = list(_MetricsSource)
         if self._metrics_source is not None and self._clock() < self._probe_due_s:
@@ -301,9 +299,7 @@ class Poller:
     # --- one question --------------------------------------------------------------------------------------------
 
     async def _get(self, path: str) -> tuple[int, bytes]:
-        """Returns status and body of one answer. Redirects are not followed. Raises _PollFailed without a readable
-        answer.
-        """
+        """Returns (status, body) of a response, without following redirects. Raises _PollFailed."""
         what = f"GET {self._url}{path.partition('?')[0]}"
         timeout_s = self._times.timeout_s
         answers = False
@@ -337,7 +333,7 @@ class Poller:
 
 
 async def _in_slices(slices: Generator[None, None, T]) -> T:
-    """Run a computation in slices and return its result. Other tasks run between the slices."""
+    """Runs a sliced computation and returns its result. Other tasks run between the slices."""
     while True:
         try:
             next(slices)
@@ -348,9 +344,8 @@ async def _in_slices(slices: Generator[None, None, T]) -> T:
 
 
 def _decompressed(body: bytes, headers: list[tuple[str, str]]) -> bytes:
-    """Returns the body after undoing gzip or deflate, which a server may apply although the proxy did not ask for it.
-
-    Unpacks at most BODY_BYTES_MAX + 1 bytes. Raises zlib.error.
+    """Decompresses gzip or deflate, which a server may apply without being asked. Unpacks at most BODY_BYTES_MAX + 1
+    bytes. Raises zlib.error.
     """
     coding = next((value for name, value in headers if name.lower() == "content-encoding"), "")
     if coding.strip().lower() not in ("gzip", "deflate"):
@@ -359,7 +354,7 @@ def _decompressed(body: bytes, headers: list[tuple[str, str]]) -> bytes:
 
 
 def _hint(error: Exception) -> str:
-    """A hint for people about a wrong URL, for a backend that never answered."""
+    """Returns a hint about a wrong URL, for a backend that never answered."""
     cause = error.__cause__
     if isinstance(cause, ssl.SSLError):
         return "; it does not speak TLS: should its URL begin with http://?" if cause.reason in NO_TLS else ""

@@ -1,8 +1,8 @@
 """The registry of backends. Only the registry adds, changes, drains and removes backends.
 
-Each source (the configuration, a watched file, DNS, Kubernetes) lists a set of backends, and the registry has the union
-of these sets. When no source lists a backend any more, it gets no new requests, its requests in flight end (within
-`timeouts.total_s`), and then it is removed.
+Each source (the configuration, a file, DNS, Kubernetes) lists its backends, and the registry has them all. A backend
+that no source lists any more gets no new requests. It is removed after its requests in flight, at the latest after
+`timeouts.total_s`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Member:
 class BackendRegistry:
     """The backends, each with a poller that runs until the backend is removed or `close` is called.
 
-    `endpoints` gets the addresses of all backends, for the clients that send requests. `events` gets all events of
+    `endpoints` gets the addresses of all backends, for the clients that send requests. `events` gets the events of
     polls and removals.
     """
 
@@ -92,22 +92,22 @@ class BackendRegistry:
 
     @property
     def backends(self) -> Mapping[str, BackendConfig]:
-        """Maps the names of all backends, also of those being removed, to their configurations. The map is live. If a
-        source lists a backend again while it is being removed, the backend moves to the end.
+        """A live map of names to configurations, of all backends including those being removed. A backend that is
+        listed again while it is being removed moves to the end.
         """
         return MappingProxyType(self._backends)
 
     @property
     def pollers(self) -> Mapping[str, Poller]:
-        """Maps the names of all backends to their pollers. The map is live."""
+        """A live map of names to pollers, of all backends."""
         return MappingProxyType(self._pollers)
 
     # --- what sources and operators want --------------------------------------------------------------------------
 
     def update(self, source: str, backends: Sequence[BackendConfig]) -> None:
-        """Sets the backends that `source` lists. Of two backends with the same name or URL, the first counts.
+        """Sets the backends that `source` lists. If two have the same name or URL, the first counts.
 
-        Raises ConfigError if a CA file cannot be read, and then changes nothing.
+        Raises ConfigError if a CA file is unreadable, and then changes nothing.
         """
         if self._wanted.get(source) == tuple(backends):
             # Most answers of DNS repeat the last one, and reading the CA files takes 34 ms for each backend.
@@ -117,12 +117,12 @@ class BackendRegistry:
         self._reconcile()
 
     def remove_source(self, source: str) -> None:
-        """Removes a source. Its backends are removed too, unless another source lists them."""
+        """Removes a source, and its backends that no other source lists."""
         if self._wanted.pop(source, None) is not None:
             self._reconcile()
 
     def reconfigure(self, poll: PollConfig, api_key: str | None) -> None:
-        """Sets the intervals of polls, and the key of backends without a configured key."""
+        """Sets the poll intervals, and the key of backends without a configured key."""
         if (poll, api_key) == (self._poll, self._api_key):
             return
         self._poll, self._api_key = poll, api_key
@@ -130,7 +130,7 @@ class BackendRegistry:
             self._poll_anew(member)
 
     def drain(self, name: str) -> None:
-        """Sends no new requests to a backend until `undrain`, whatever its source says. Raises KeyError for an unknown
+        """Stops new requests to a backend until `undrain`, whatever its source says. Raises KeyError for an unknown
         name.
         """
         self._set_drained(self._members[name], drained=True)
@@ -142,12 +142,12 @@ class BackendRegistry:
         self._set_drained(self._members[name], drained=False)
 
     def drain_on_join(self, names: Iterable[str]) -> None:
-        """Drains these backends as soon as they are added, because an operator drained them in the previous process."""
+        """Drains these backends when they are added. An operator drained them in the previous process."""
         self._drained_before.update(names)
 
     def restore_limits(self, known: Mapping[str, KnownLimit]) -> None:
-        """Sets batch limits that another process learned, also for backends that are added later. `known` maps URLs of
-        backends to limits.
+        """Sets batch limits that another process learned, also for backends added later. `known` maps backend URLs to
+        limits.
         """
         self._restored = known
         for name, backend in self._backends.items():
@@ -155,14 +155,12 @@ class BackendRegistry:
                 self._pools.backends[name].restore(known[backend.url])
 
     def known_limits(self, among: Callable[[str], bool] = lambda _: True) -> dict[str, KnownLimit]:
-        """Maps the URLs of backends to their learned batch limits. Only backends whose name passes `among` are
-        included.
-        """
+        """Maps backend URLs to learned batch limits, for the backends whose name passes `among`."""
         known = self._pools.known_limits().items()
         return {self._backends[name].url: limit for name, limit in known if name in self._backends and among(name)}
 
     def drained(self) -> set[str]:
-        """The names of backends that an operator drained, also of backends that have not joined yet."""
+        """Returns the names of backends that an operator drained, including those that have not joined yet."""
         return {name for name, member in self._members.items() if member.drained} | self._drained_before
 
     def _set_drained(self, member: _Member, *, drained: bool) -> None:
@@ -286,11 +284,11 @@ class BackendRegistry:
     # --- the status for the admin API -----------------------------------------------------------------------------
 
     def statuses(self) -> list[BackendStatus]:
-        """The status of every backend, sorted by name."""
+        """Returns the status of every backend, sorted by name."""
         return [self._status(member) for _, member in sorted(self._members.items())]
 
     def status(self, name: str) -> BackendStatus:
-        """The status of a backend. Raises KeyError."""
+        """Returns the status of a backend. Raises KeyError for an unknown name."""
         return self._status(self._members[name])
 
     def _status(self, member: _Member) -> BackendStatus:

@@ -1,4 +1,4 @@
-"""The interface of a source of backends. Each query returns the whole set."""
+"""The interface of a source of backends."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class SourceFailedError(Exception):
 
 
 class RefusedLog:
-    """Logs the rejected objects of one source: each reason once, until the object is valid or gone."""
+    """Logs the invalid objects of one source. A reason is logged once, until the object is valid or gone."""
 
     def __init__(self) -> None:
         self._logged: Mapping[str, str] = {}
 
     def log(self, source: str, refused: Mapping[str, str]) -> None:
-        """Logs new reasons. `refused` maps the name of every rejected object to the reason."""
+        """Logs new reasons. `refused` maps the name of every invalid object to the reason."""
         for name, why in refused.items():
             if self._logged.get(name) != why:
                 _log.warning("object_refused", object=name, source=source, why=why)
@@ -53,16 +53,12 @@ def place_of(host: str, port: int) -> str:
 
 
 class BackendSource(Protocol):
-    """A source of backends."""
-
     @property
     def interval_s(self) -> float:
-        """The time between two queries of the source."""
+        """The time between two queries, in seconds."""
 
     async def look(self) -> Sequence[BackendConfig] | None:
-        """Returns all backends of the source; None if nothing has changed since the last query. Raises
-        SourceFailedError.
-        """
+        """Queries the source. Returns all its backends; None if nothing has changed. Raises SourceFailedError."""
 
     async def close(self) -> None:
-        """Stops background work of the source."""
+        """Stops background work."""

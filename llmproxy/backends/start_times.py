@@ -13,7 +13,7 @@ LEAST_S = 2.0
 
 
 class StartTimes(BackendObserver):
-    """Reports the start time of each new backend to the scaling of its pool, and to `on_start` (pool, seconds).
+    """Reports the start time of each new backend to its pool's scaling, and to `on_start` (pool, seconds).
 
     A backend that answers its first poll was already running, so its start time is unknown.
     """

@@ -23,8 +23,7 @@ from llmproxy.core.domain import KnownCapacity, KnownLimit
 AUTO, NONE = "auto", "none"
 FORMAT = "llmproxy-state/1"
 OLD_NAME = "state.json"
-"""The file that all proxies of a user shared in earlier versions. It does not name the proxy that learned its numbers.
-"""
+"""The file that all proxies of a user shared in earlier versions."""
 AGE_MAX_S = 7 * 86_400.0
 """A backend that was not seen for this time is dropped: engines are restarted with other options."""
 ENTRIES_MAX = 4_096
@@ -36,7 +35,7 @@ REFRESH_S = 3_600.0
 """How often entries are written without a change, so that they do not expire."""
 POOLS_MAX = 256
 POOLS_EVERY_S = 60.0
-"""The least time between two writes because of capacities alone, which change with every answer."""
+"""Minimum time between two writes of new capacities without new limits. Every answer changes a capacity."""
 
 _log = structlog.get_logger()
 _Seen = TypeVar("_Seen", bound="_Entry | _Pool")
@@ -68,7 +67,7 @@ class _Content(msgspec.Struct):
 
 
 class State(NamedTuple):
-    """The content of the file. Maps URLs of backends to batch limits, and pools to capacities."""
+    """The content of the file: batch limits keyed by backend URL, and capacities keyed by pool."""
 
     limits: Mapping[str, KnownLimit] = {}
     capacities: Mapping[str, KnownCapacity] = {}
@@ -81,9 +80,9 @@ class _Unusable(Exception):  # noqa: N818 - it is found in a file, and logged
 def place(setting: str, environ: Mapping[str, str], host: str, port: int) -> Path | None:
     """Returns the path of the state file for the setting `state_file`; None if no file is used.
 
-    By default, the file is in systemd's StateDirectory, else in the XDG base directories. It is named after the address
-    where the proxy listens, so that two proxies do not use one file. No file is used for a port that the system
-    chooses, because such a port changes with each start.
+    By default, the file is in systemd's StateDirectory, else in the XDG base directories, and has the listening address
+    in its name, so that each proxy has its own. A port that the system chooses changes with each start, so it gets no
+    file.
     """
     if setting == NONE:
         return None
@@ -102,7 +101,7 @@ def place(setting: str, environ: Mapping[str, str], host: str, port: int) -> Pat
 
 
 def log_old_file(path: Path | None) -> None:
-    """Log that a file of an earlier version, in the same folder, is not read."""
+    """Logs that a file of an earlier version, in the same folder, is not read."""
     if path is not None and path.name != OLD_NAME and (old := path.with_name(OLD_NAME)).exists():
         _log.info("old_state_ignored", path=str(old), hint="proxies shared it: delete it, or name it as state_file")
 
@@ -110,9 +109,9 @@ def log_old_file(path: Path | None) -> None:
 class StateFile:
     """Reads and writes a `State` on disk.
 
-    Each write replaces the whole file. Several proxies may share a file: the entries of backends and pools that this
-    proxy does not know stay. A file of another format is logged once, and neither read nor written. No method raises: a
-    proxy without its file learns everything again.
+    Each write replaces the whole file, but keeps the entries of unknown backends and pools, because several proxies may
+    share the file. A file of another format is logged once, and neither read nor written. No method raises: a proxy
+    without its file learns everything again.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:  # noqa: TID251 - for other processes
@@ -125,7 +124,7 @@ class StateFile:
         self._writing = Lock()
 
     def read(self) -> State:
-        """The content of the file without expired entries; empty if the file is unusable."""
+        """Returns the unexpired content of the file; empty if the file is unusable."""
         try:
             content = self._content()
         except (OSError, _Unusable) as error:
@@ -140,7 +139,7 @@ class StateFile:
         )
 
     def write(self, known: State, *, last: bool = False) -> None:
-        """Writes `known`, unless it has not changed. `last`: this is the last write of the process."""
+        """Writes `known`, unless it has not changed. `last` marks the last write of the process."""
         now = self._clock()
         if not self._is_due(known, now, last):
             return
@@ -182,7 +181,7 @@ class StateFile:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Lock the file against writes of other processes. Raises BlockingIOError if another process has the lock."""
+        """Locks the file against writes of other processes. Raises BlockingIOError if another process has the lock."""
         parent = Path(os.path.realpath(self.path)).parent
         parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder = os.open(parent, os.O_RDONLY)
@@ -193,7 +192,7 @@ class StateFile:
             os.close(folder)
 
     def _content(self) -> _Content:
-        """The content of the file without expired entries and impossible limits. Raises OSError and _Unusable."""
+        """Returns the unexpired content of the file, without impossible limits. Raises OSError and _Unusable."""
         if not self.path.exists():
             return _Content(FORMAT, {})
         if not self.path.is_file():
@@ -244,5 +243,5 @@ class StateFile:
 
 
 def _last_seen(entries: Mapping[str, _Seen], most: int) -> dict[str, _Seen]:
-    """Returns the `most` entries with the newest `seen_s`, sorted by name."""
+    """Returns the `most` entries with the newest `seen_s`, sorted by key."""
     return dict(sorted(sorted(entries.items(), key=lambda item: item[1].seen_s)[-most:]))

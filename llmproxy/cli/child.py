@@ -16,7 +16,7 @@ STOP_TIMEOUT_S = 10.0
 
 
 def _end_with_standard_input() -> None:
-    """End this process, by SIGTERM and then by force, when its standard input ends."""
+    """Ends this process when its standard input ends: by SIGTERM, and `STOP_TIMEOUT_S` later by force."""
 
     def watch() -> None:
         while os.read(0, 4096):

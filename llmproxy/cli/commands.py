@@ -79,9 +79,7 @@ def _root(
 
 
 class _Serve(PanelHelp):
-    """Collects all unknown flags of `serve`, and reports each with its replacement. Typer alone would report only the
-    first.
-    """
+    """The command `serve`. Reports every unknown flag with its replacement; Typer alone would report only the first."""
 
     common_panels = ("Arguments", *COMMON, "Options")
 
@@ -420,5 +418,4 @@ def simulate(**given: Any) -> None:
 
 
 def main() -> None:
-    """The `llmproxy` command."""
     app(prog_name="llmproxy")

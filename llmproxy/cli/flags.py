@@ -16,7 +16,7 @@ PREFIX = "LLMPROXY_"
 CONFIG_VARIABLE = f"{PREFIX}CONFIG"
 """Path of the configuration file, like --config."""
 ADMIN_KEY_VARIABLE = f"{PREFIX}ADMIN_KEY_PLAIN"
-"""The admin key itself, for commands that ask a proxy. LLMPROXY_ADMIN_KEY is its hash, for `serve`."""
+"""The admin key in plain text, for commands that query a proxy. LLMPROXY_ADMIN_KEY is its hash, for `serve`."""
 OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, ADMIN_KEY_VARIABLE, DRAINED, PREDECESSOR})
 """Variables that set no key. A process passes the last two to its successor."""
 OF_KUBERNETES = re.compile(
@@ -82,7 +82,7 @@ class Flag:
 
 
 def flag_of(key: str) -> str:
-    """The name of the flag of a dotted key."""
+    """Returns the flag name of a dotted key."""
     return "--" + re.sub(r"[._]", "-", key)
 
 
@@ -96,9 +96,7 @@ BACKENDS = next(flag for flag in FLAGS if flag.keys == ("backends",))
 
 
 def _overrides(given: Iterable[tuple[Flag, str, Sequence[str]]]) -> list[Override]:
-    """Returns the configuration overrides of flags or variables. `given` has (flag, origin, values) entries. Raises
-    ConfigError.
-    """
+    """Converts (flag, origin, values) entries to configuration overrides. Raises ConfigError."""
     found: dict[str, Override] = {}
     for flag, origin, texts in given:
         for key in flag.keys:
@@ -123,7 +121,7 @@ def _overrides(given: Iterable[tuple[Flag, str, Sequence[str]]]) -> list[Overrid
 
 
 def from_environment(environment: Mapping[str, str]) -> list[Override]:
-    """Returns the configuration overrides of environment variables. Raises ConfigError with all unknown variables.
+    """Returns the configuration overrides from environment variables. Raises ConfigError with all unknown variables.
 
     Empty variables are ignored, except the variables of API keys: an empty secret must not accept every client.
     """
@@ -147,8 +145,8 @@ def _of_variable(name: str, known: Sequence[str]) -> str:
 
 
 def from_flags(flags: Mapping[str, Sequence[str] | str | None], urls: Sequence[str]) -> list[Override]:
-    """Returns the configuration overrides of `flags` (parameter name -> values) and of plain arguments, `urls`. Raises
-    ConfigError.
+    """Returns the configuration overrides from `flags` (parameter name -> values) and from `urls`, the positional
+    arguments. Raises ConfigError.
     """
     given = [(flag, flag.name, flags.get(flag.parameter)) for flag in FLAGS]
     texts = [(flag, name, [value] if isinstance(value, str) else value or []) for flag, name, value in given]
@@ -156,15 +154,15 @@ def from_flags(flags: Mapping[str, Sequence[str] | str | None], urls: Sequence[s
 
 
 def unknown_flags(arguments: Sequence[str], known: Collection[str]) -> list[str]:
-    """Returns a line of advice for each unknown flag that names a key of files only, or a key without its section."""
+    """Returns a line of advice for each unknown flag whose key only a file can set, or whose section is missing."""
     names = dict.fromkeys(word.partition("=")[0] for word in takewhile(lambda word: word != "--", arguments))
     advice = {name: _ONLY_IN_FILES.get(name) or _with_section(name) for name in names if name not in known}
     return [f"{name}: {text}" for name, text in advice.items() if text]
 
 
 def _with_section(flag: str) -> str | None:
-    """Returns advice for a flag without its section, such as `--max-wait-s` for `--queue-max-wait-s`; None if no
-    section has such a key.
+    """Returns advice for a flag without its section, such as `--max-wait-s` for `--queue-max-wait-s`. Returns None if
+    no section has such a key.
     """
     if found := [shown for key, shown in SHOWN.items() if flag_of(key.rpartition(".")[2]) == flag]:
         return f"is not a known flag; write {' or '.join(found)} (--help-all shows all flags)"
@@ -172,8 +170,8 @@ def _with_section(flag: str) -> str | None:
 
 
 def _only_in_files() -> dict[str, str]:
-    """Maps flags that a user might try to advice. The keys are the names, and the last parts of names, of keys that
-    only a file can set.
+    """Maps flags that a user might try to advice, for keys that only a file can set. A flag is made from the whole key
+    and from its last part.
     """
     found: dict[str, list[str]] = {}
     for key in keys_of_files():

@@ -21,7 +21,7 @@ HELP_ALL = "help_all"
 
 
 class PanelHelp(TyperCommand):
-    """A command whose help shows options in panels. `rich_help_panel` of an option is its panel.
+    """A command whose help groups options by `rich_help_panel`.
 
     Typer's own panels cut long option names at 80 columns.
     """
@@ -34,7 +34,7 @@ class PanelHelp(TyperCommand):
 
 
 class PanelHelpGroup(TyperGroup):
-    """A group of commands with the same kind of help."""
+    """A group of commands whose help has panels."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - the library's signature
         console = _print_help(self, ctx, ())
@@ -48,7 +48,7 @@ Rows = list[tuple[str, str]]
 
 
 def panels(command: TyperCommand | TyperGroup, ctx: Any, only: tuple[str, ...] = ()) -> list[tuple[str, Rows]]:
-    """Return the panels of a command, each with the names and descriptions of its visible parameters.
+    """Returns (title, rows) of each help panel. A row has the names and the description of a visible parameter.
 
     `only` selects and orders the panels.
     """

@@ -148,7 +148,7 @@ SIMULATE: Options = {
 
 
 def with_options(options: Options) -> Callable[[Command], Command]:
-    """Returns a decorator that replaces the `**` parameter of a command with these options."""
+    """Returns a decorator that replaces the `**` parameter of a command with `options`."""
 
     def replace(command: Command) -> Command:
         signature = inspect.signature(command, eval_str=True)
@@ -163,7 +163,7 @@ def with_options(options: Options) -> Callable[[Command], Command]:
 
 
 def flag_options() -> Options:
-    """The options of `serve`: every flag, from the schema."""
+    """Returns an option for every flag of `serve`."""
     fields, panel_of = keys(), {name: panel for panel, names in COMMON.items() for name in names}
     options: dict[str, tuple[Any, Any]] = {}
     # The common flags come in the order of the panels, the other flags in the order of the schema.
@@ -183,7 +183,7 @@ def flag_options() -> Options:
 
 
 def with_default(field: FieldInfo) -> str:
-    """Returns the description and the default of a key."""
+    """Returns the description of a key, with its default."""
     return meaning(field) + (f" [{as_text(field.default)}]" if isinstance(field.default, int | float | str) else "")
 
 

@@ -73,7 +73,7 @@ def changes_between(old: Config, new: Config) -> list[Change]:
 
 
 def with_reloadable(old: Config, new: Config) -> Config:
-    """Returns `new`, but with the old value of each key that needs a restart."""
+    """Returns `new` with the old value of each key that needs a restart."""
     top = {key: getattr(old, key) for key in NEEDS_RESTART if "." not in key}
     for section in {key.partition(".")[0] for key in NEEDS_RESTART if "." in key}:
         was, now = getattr(old, section), getattr(new, section)
@@ -85,7 +85,7 @@ def with_reloadable(old: Config, new: Config) -> Config:
 
 
 def read_at_start(key: str) -> bool:
-    """Whether a key is read only when the proxy starts."""
+    """Returns whether a key is read only when the proxy starts."""
     return key in NEEDS_RESTART or key.partition(".")[0] in NEEDS_RESTART
 
 
@@ -99,7 +99,7 @@ def _plain(value: Any) -> Any:
 
 
 class _Named(dict[str, Any]):
-    """Maps names to the entries of a list."""
+    """The entries of a list, keyed by name."""
 
 
 def _differences(old: Any, new: Any, key: str) -> Iterator[Change]:
@@ -130,7 +130,7 @@ def _by_name(old: Mapping[str, Any], new: Mapping[str, Any], key: str) -> Iterat
 
 
 def value_text(value: Any) -> str:
-    """Returns a value as text in one line of bounded length, with its secrets hidden."""
+    """Formats a value in one line of bounded length, with its secrets hidden."""
     if isinstance(value, Mapping):
         shown = {k: v for k, v in value.items() if k not in SECRET and v not in (None, (), {})}
         text = ", ".join(f"{k}: {value_text(v)}" for k, v in shown.items())
@@ -156,14 +156,14 @@ class SettingInForce:
 
 
 def in_force(config: Config) -> list[SettingInForce]:
-    """Returns every key with its value, in the order of the schema. Keys in list entries contain the name of the entry,
-    as in `backends[gpu-0].url`.
+    """Returns every key with its value, in the order of the schema. A key of a list entry names the entry:
+    `backends[gpu-0].url`.
     """
     return [setting for _, setting in _settings(config, "", (), config.origins)]
 
 
 def origins_in_force(old: Config, new: Config) -> dict[Place, str]:
-    """Returns the origins of `new`. Values of `old` that stay in force until a restart keep their origins."""
+    """Returns the origins of `new`. A value of `old` that stays in force until a restart keeps its origin."""
     was = dict(_settings(old, "", (), old.origins))
     now = _settings(new, "", (), new.origins)
     kept = {place: was[place].origin for place, one in now if one.restart and was.get(place, one).value != one.value}
@@ -173,9 +173,7 @@ def origins_in_force(old: Config, new: Config) -> dict[Place, str]:
 def _settings(
     value: Any, key: str, place: Place, origins: Mapping[Place, str], given: bool = True
 ) -> Iterator[tuple[Place, SettingInForce]]:
-    """Yields the settings below `value`. `given` is False for a default, which does not inherit the origin of its
-    section.
-    """
+    """Yields the settings below `value`. `given` is False for a default, which does not inherit its section's origin."""
     if isinstance(value, Section):
         for name in type(value).model_fields:
             part = f"{key}.{name}".lstrip(".")

@@ -1,4 +1,4 @@
-"""Helpers of validation: consistency of several values, and priority bands given by name."""
+"""Validation helpers: checks across several values, and bands given by name."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def band_of(criticality: str | int, bands: Mapping[str, int]) -> int:
 
 
 def unknown_bands(entries: Iterable[object], key: str, bands: Mapping[str, int]) -> list[Problem]:
-    """Returns a problem for each entry whose value of `key` is no band."""
+    """Returns a problem for each entry whose `key` names no band."""
     problems: list[Problem] = []
     for i, entry in enumerate(entries):
         try:
@@ -58,8 +58,8 @@ def unknown_bands(entries: Iterable[object], key: str, bands: Mapping[str, int])
 
 
 def bands_in(section: Mapping[str, float], key: str, bands: Mapping[str, int]) -> tuple[dict[int, str], list[Problem]]:
-    """Returns the bands that are keys of `section`, each with the name used there, and the problems of unknown
-    names.
+    """Converts the band names that are keys of `section`. Returns a map of bands to the names used there, and a problem
+    for each unknown name.
     """
     problems: list[Problem] = []
     given: dict[int, str] = {}

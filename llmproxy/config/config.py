@@ -184,7 +184,7 @@ class Config(Section):
     @field_validator("plugins")
     @classmethod
     def _imported(cls, plugins: tuple[str, ...]) -> tuple[str, ...]:
-        """Imports the plugins before other sections are validated, because these may name policies of a plugin."""
+        """Imports the plugins before the validation of other sections, which may name policies of a plugin."""
         problems: list[Problem] = []
         for i, module in enumerate(plugins):
             try:
@@ -326,8 +326,8 @@ class Config(Section):
         return self
 
     def _sound_locks(self) -> None:
-        """Raises ValueError if the store of shared rates is missing or useless, or if a pool with its own lock is an
-        alias.
+        """Checks the store of shared rates and the pools with their own locks. Raises ValueError if the store is
+        missing or useless, or if such a pool is an alias.
         """
         shared, apart = self.shared_limits.store is not None, self.cluster.pools
         if shared and not apart:
@@ -351,67 +351,63 @@ class Config(Section):
             report([(("cluster", "pools"), reason)])
 
     def __setstate__(self, state: dict[Any, Any]) -> None:
-        """Restores an unpickled configuration, after importing the plugins whose policies it names."""
+        """Restores an unpickled configuration. First imports the plugins whose policies it names."""
         super().__setstate__(state)
         for module in self.plugins:
             import_module(module)
 
     def __eq__(self, other: object) -> bool:
-        """Whether the values are equal; origins are ignored."""
+        """Compares the values, and ignores their origins."""
         return isinstance(other, Config) and self.__dict__ == other.__dict__
 
     @property
     def old_names(self) -> tuple[str, ...]:
-        """Warnings for keys that the file gives under an old name, with the place and the new name."""
+        """Warnings for keys that the file gives under an old name."""
         return self._old_names
 
     def with_old_names(self, warnings: Sequence[str]) -> Config:
-        """Returns the same configuration, with these warnings as `old_names`."""
+        """Returns this configuration with `warnings` as `old_names`."""
         self._old_names = tuple(warnings)
         return self
 
     @property
     def origins(self) -> Mapping[Place, str]:
-        """The origin of each given value, by its place in the configuration: a file with a line, a flag or a
-        variable.
-        """
+        """The origin of each given value, keyed by its place: a file with a line, a flag or a variable."""
         return self._origins
 
     def with_origins(self, origins: Mapping[Place, str]) -> Config:
-        """Returns the same configuration, with these `origins`."""
+        """Returns this configuration with `origins`."""
         self._origins = dict(origins)
         return self
 
     def band(self, criticality: str | int | None) -> int:
-        """The band of a name or integer; None is the default band. Raises ValueError for an unknown name."""
+        """Returns the band for a name or integer; for None, the default band. Raises ValueError for an unknown name."""
         return DEFAULT if criticality is None else band_of(criticality_of(criticality), self.bands)
 
     def band_names(self) -> dict[int, str]:
-        """The name of each named band in logs and metrics."""
+        """Maps each named band to its name in logs and metrics."""
         names = {level: name for name, level in self.bands.items()}
         return names | {CRITICAL: "critical", DEFAULT: "default", SHEDDABLE: "sheddable"}
 
     def ceilings(self) -> dict[int, float]:
-        """Maps each band to its ceiling: as configured, else the default."""
+        """Maps each band to its ceiling. Bands without a configured ceiling get the default."""
         return {**CEILINGS, **self.by_band(self.scheduling.ceilings)}
 
     def by_band(self, section: Mapping[str, float]) -> dict[int, float]:
-        """Returns `section` with bands as keys in place of their names."""
+        """Replaces the band names that are keys of `section` by bands."""
         return {self.band(name): value for name, value in section.items()}
 
     def key_names(self) -> Iterator[tuple[str, str]]:
-        """Yields tenant and name of each API key, as in records of requests. Keys of `api_keys` have an empty
-        tenant.
-        """
+        """Yields (tenant, name) of each API key, as in request records. The tenant is empty for keys of `api_keys`."""
         yield from (("", f"api_keys[{i}]") for i in range(len(self.api_keys)))
         yield from ((tenant.name, name) for tenant in self.tenants for name in tenant.key_names())
 
     def needs_key(self) -> bool:
-        """Whether clients must present a key."""
+        """Returns whether clients must present a key."""
         return bool(self.api_keys or self.tenants)
 
     def trusted_networks(self) -> tuple[Network, ...]:
-        """Networks of clients whose objective, fairness and SLO headers count."""
+        """Returns the networks of clients whose objective, fairness and SLO headers count."""
         if isinstance(self.trust_headers, str):
             return TRUST_WORDS["none" if self.needs_key() else "loopback"]
         return self.trust_headers

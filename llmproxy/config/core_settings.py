@@ -25,7 +25,6 @@ from llmproxy.core.settings import (
 
 
 def settings_of(config: Config) -> Settings:
-    """The settings of the core for this configuration."""
     scheduling, health = config.scheduling, config.health
     return Settings(
         **_same_names(Settings, scheduling, but=("ceilings", "min_shares", "disaggregation")),
@@ -59,20 +58,18 @@ def _disaggregation(scheduling: SchedulingConfig) -> Disaggregation:
 
 
 def _same_names(settings: type, section: Section, but: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns the values of a section whose names are also fields of the class `settings`, without the names in
-    `but`.
-    """
+    """Returns the values of a section whose names are fields of the class `settings` too, except the names in `but`."""
     names = {field.name for field in fields(settings)} & type(section).model_fields.keys()
     return {name: getattr(section, name) for name in names - set(but)}
 
 
 def tenant_limit(name: str) -> str:
-    """The name of a tenant's usage limit in `Settings.limits` and `Request.limits`."""
+    """Returns the name of a tenant's usage limit in `Settings.limits` and `Request.limits`."""
     return f"tenant:{name}"
 
 
 def model_limit(name: str) -> str:
-    """The name of a model's usage limit in `Settings.limits` and `Request.limits`."""
+    """Returns the name of a model's usage limit in `Settings.limits` and `Request.limits`."""
     return f"model:{name}"
 
 

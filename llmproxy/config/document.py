@@ -41,7 +41,7 @@ def advice(key: str, instead: str) -> str:
 
 
 def current(key: str) -> str:
-    """Returns the current name of a dotted key; an old name is translated."""
+    """Translates an old key name to the current name. Returns other keys unchanged."""
     return OLD_KEYS.get(key, key)
 
 
@@ -63,7 +63,7 @@ class ConfigError(Exception):
 
 
 def dotted(place: Place) -> str:
-    """Returns a place in the configuration as the start of a message: `models[0].name: `."""
+    """Formats a place in the configuration as the start of a message: `models[0].name: `."""
     # A key may contain control characters of terminals.
     shown = (part if isinstance(part, int) or part.isprintable() else ascii(part)[1:-1] for part in place)
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in shown if part != "[key]")
@@ -94,9 +94,9 @@ for _tag, _pattern, _first in (
 
 
 class Document:
-    """The content of a YAML file as `values`. `problems` has (line, text) for each key that is given twice.
+    """A parsed YAML file: its `values`, and its `problems`: (line, text) for each key that is given twice.
 
-    Without a path, the document is empty. Raises ConfigError if the file cannot be read or is no YAML.
+    Without a path, the document is empty. Raises ConfigError if the file is unreadable or no YAML.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -124,12 +124,12 @@ class Document:
             raise ConfigError([f"{path}: is nested too deeply"]) from None
 
     def at(self, line: int) -> str:
-        """Returns the text that names a line of the file in messages. Line 0 is the whole file."""
+        """Returns the prefix of messages about a line. Line 0 is the whole file."""
         name = str(self._path or "configuration")
         return f"{name}:{line}" if line else name
 
     def line(self, place: Place) -> int:
-        """Returns the line, from 1, of the longest part of `place` that the file contains; 0 without a file."""
+        """Returns the line, from 1, of `place` or of its nearest parent in the file; 0 without a file."""
         if self._root is None:
             return 0
         node, line = self._root, self._root.start_mark.line
@@ -141,7 +141,7 @@ class Document:
         return line + 1
 
     def origins(self) -> dict[Place, str]:
-        """Maps the place of each value of the file to its line."""
+        """Maps the place of each value to its line."""
         found: dict[Place, str] = {}
         pending: list[tuple[Place, yaml.Node | None]] = [((), self._root)]
         seen: set[int] = set()
@@ -157,11 +157,11 @@ class Document:
         return found | {tuple(key.split(".")): self.at(line) for key, (line, _) in self._old.items()}
 
     def as_written(self, place: Place) -> Place:
-        """Returns `place`, with the old name of its key if the file uses the old name."""
+        """Returns `place` with the old name of its key, if the file uses the old name."""
         return next((old for key, (_, old) in self._old.items() if place == tuple(key.split("."))), place)
 
     def old_names(self) -> list[tuple[int, str]]:
-        """A warning for each key under an old name, with its line and the new name."""
+        """Returns (line, warning) for each key under an old name."""
         return [(line, f"{dotted(old)}{advice(key, key)}") for key, (line, old) in self._old.items()]
 
     def _text(self, path: Path) -> str:

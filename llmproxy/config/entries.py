@@ -1,4 +1,4 @@
-"""Objectives and aliases from objects of a Kubernetes cluster, added to the configuration."""
+"""Adds objectives and aliases, defined by objects of a Kubernetes cluster, to the configuration."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Entries:
 def with_entries(config: Config, entries: Entries) -> tuple[Config, frozenset[EntryProblem]]:
     """Adds entries to a configuration. Returns the result, and the entries that are left out.
 
-    If the configuration has an entry with the same name, that entry counts. A band without a name gets the name of its
-    first objective.
+    An entry is left out if the configuration has an objective or alias of that name. A band without a name gets the
+    name of its first objective.
     """
     problems, origins = set(entries.problems), dict(config.origins)
     objectives, models, bands = list(config.objectives), list(config.models), dict(config.bands)

@@ -27,15 +27,15 @@ NO_OBJECTIVE = "no model, tenant or objective has ttft_s or tpot_s; only trusted
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Metadata of a field: a rule that decides whether a value other than the default has an effect."""
+    """Metadata of a field: decides whether a value other than the default has an effect."""
 
-    # Gets the whole configuration and the section of the field. Returns why the value has no effect, or not the effect
-    # that it seems to have; None if it has its effect.
+    # Gets the whole configuration and the section of the field. Returns why the value does not work as it seems to;
+    # None if it does.
     reason: Callable[[Config, Any], str | None]
 
 
 def find_idle(config: Config) -> list[Problem]:
-    """Returns the place of every setting without effect, with the reason."""
+    """Returns the place of each setting without effect, with the reason."""
     return list(_in_section(config, config, ()))
 
 
@@ -54,7 +54,7 @@ def _in_section(config: Config, section: BaseModel, place: Place) -> Iterator[Pr
 
 
 def unless(has_effect: Callable[[Config], object], reason: str | Callable[[Config], str]) -> Rule:
-    """Returns a rule: the field has no effect if `has_effect` is false."""
+    """Returns the rule that the field has no effect if `has_effect` is false."""
 
     def rule(config: Config, _: object) -> str | None:
         if has_effect(config):
@@ -65,13 +65,13 @@ def unless(has_effect: Callable[[Config], object], reason: str | Callable[[Confi
 
 
 def unless_given(key: str) -> Rule:
-    """Returns a rule: the field has no effect if `key` (dotted) is null or empty."""
+    """Returns the rule that the field has no effect if `key` (dotted) is null or empty."""
     value, verb = attrgetter(key), "are" if key.endswith("s") else "is"
     return unless(lambda config: value(config) not in (None, ()), f"there {verb} no {key}")
 
 
 def unless_policy(kind: str, *names: str) -> Rule:
-    """Returns a rule: only these policies read the field. A policy of a plugin may read any field."""
+    """Returns the rule that only the policies `names` read the field. A plugin's policy may read any field."""
     return unless(
         lambda config: config.plugins or getattr(config.scheduling, kind) in names,
         lambda config: f"{kind} is {getattr(config.scheduling, kind)}, not {' or '.join(names)}",
@@ -79,8 +79,8 @@ def unless_policy(kind: str, *names: str) -> Rule:
 
 
 def unless_url(*prefixes: str) -> Rule:
-    """Returns a rule: the field has no effect unless a backend URL has one of these prefixes. Flags may add the first
-    URL later.
+    """Returns the rule that the field has no effect without a backend URL that begins with one of `prefixes`. Flags may
+    add the first such URL later.
     """
     return unless(
         lambda config: not config.backends or any(one.url.startswith(prefixes) for one in config.backends),
@@ -89,7 +89,7 @@ def unless_url(*prefixes: str) -> Rule:
 
 
 def plausible(key: str, most_s: float) -> Rule:
-    """Returns a rule: an objective above `most_s` seconds is probably in milliseconds, the unit of headers."""
+    """Returns the rule that an objective above `most_s` seconds is probably in milliseconds, the unit of headers."""
 
     def rule(_: Config, section: object) -> str | None:
         value = getattr(section, key)
@@ -101,7 +101,7 @@ def plausible(key: str, most_s: float) -> Rule:
 
 
 def looked_at(key: str) -> Rule:
-    """Returns a rule: the objective has no effect if no chosen policy reads it. A policy of a plugin may read it."""
+    """Returns the rule that the objective has no effect if no chosen policy reads it. A plugin's policy may read it."""
 
     def rule(config: Config, _: object) -> str | None:
         chosen = config.scheduling
@@ -149,7 +149,7 @@ def is_rated(config: Config) -> bool:
 
 
 def others_may_come(config: Config) -> bool:
-    """Whether discovery may add backends with other roles, from a file or from labels of pods."""
+    """Returns whether discovery may add backends with other roles, from a file or from pod labels."""
     return config.discovery.file is not None or any(one.url.startswith(KUBERNETES) for one in config.backends)
 
 
@@ -158,9 +158,7 @@ def has_roles(config: Config) -> bool:
 
 
 def both_roles(config: Config, _: object) -> str | None:
-    """Returns why `backends[].role` has no effect, such as a fleet with only prefill or only decode backends; None if
-    it has.
-    """
+    """Returns why `backends[].role` has no effect, for example because all backends are prefill; None if it has."""
     roles = {backend.role for backend in config.backends}
     if len(roles) != 1 or others_may_come(config):
         return None

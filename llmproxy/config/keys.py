@@ -40,7 +40,7 @@ class Key:
 
 
 def walk(section: type[Section], prefix: str = "") -> Iterator[Key]:
-    """Yields all keys of a section in the order of the schema. The keys of a subsection follow the subsection."""
+    """Yields all keys of a section in the order of the schema. The keys of a subsection follow it."""
     for name, field in section.model_fields.items():
         key = Key(f"{prefix}{name}", field, section, next(sections_in(field.annotation), None))
         yield key
@@ -49,7 +49,7 @@ def walk(section: type[Section], prefix: str = "") -> Iterator[Key]:
 
 
 def sections_in(annotation: Any) -> Iterator[type[Section]]:
-    """The sections in a type: the type itself, or the types of its entries."""
+    """Yields the sections in a type: the type itself, or the types of its entries."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         yield annotation
     for argument in get_args(annotation):
@@ -57,12 +57,12 @@ def sections_in(annotation: Any) -> Iterator[type[Section]]:
 
 
 def leaves(top: type[Section]) -> dict[str, FieldInfo]:
-    """Maps dotted names to the fields of all keys that are outside lists and are no sections."""
+    """Maps dotted names to fields, for all keys that are outside lists and are no sections."""
     return {key.name: key.field for key in walk(top) if "[]" not in key.name and not key.is_section}
 
 
 def keys() -> dict[str, FieldInfo]:
-    """Maps dotted names to the keys that a flag or a variable can set, in the order of the schema."""
+    """Maps dotted names to fields, for the keys that a flag or variable can set, in the order of the schema."""
     return {name: field for name, field in leaves(Config).items() if name not in FILE_ONLY}
 
 

@@ -41,10 +41,9 @@ class Override:
 
 
 def load(path: Path | None = None, overrides: Sequence[Override] = ()) -> Config:
-    """Reads the file at `path` over the defaults, and applies `overrides` over the file. A later override replaces an
-    earlier one.
+    """Loads the file at `path`. `overrides` replace its values, and later overrides replace earlier ones.
 
-    Raises ConfigError with all problems. A value that an override replaces is not checked.
+    Raises ConfigError with all problems. A replaced value is not checked.
     """
     document = Document(path)
     origins: dict[Place, str] = {}
@@ -85,21 +84,19 @@ def validated(top: type[S], document: Document, origins: Mapping[Place, str]) ->
 
 
 def warnings_of(path: Path, config: Config) -> list[str]:
-    """Returns a line for each setting of the file that has no effect or an old name. `config` was loaded from the same
-    file.
-    """
+    """Returns a line for each setting in the file that has no effect or an old name. `config` was loaded from `path`."""
     document = Document(path)
     found = [(document.line(place), f"{dotted(place)}{reason}") for place, reason in find_idle(config)]
     return [f"{document.at(line)}: warning: {warning}" for line, warning in sorted(found + document.old_names())]
 
 
 def unused_settings(config: Config) -> list[str]:
-    """A line for each setting without effect."""
+    """Returns a line for each setting without effect."""
     return [f"{dotted(place)}{reason}" for place, reason in find_idle(config)]
 
 
 def _set_value(values: dict[Any, Any], place: Place, value: str | list[str] | None) -> bool:
-    """Sets the value at `place`. Returns False if there is no such section, which validation reports."""
+    """Sets the value at `place`. Returns False if its section does not exist, which validation reports."""
     for part in place[:-1]:
         if values.get(part) is None:
             values[part] = {}
@@ -146,11 +143,10 @@ def _reason_of(detail: ErrorDetails) -> str:
 
 
 def _nearest_key(place: Place, top: type[Section]) -> str | None:
-    """Returns the key that a user probably meant by an unknown one; None if no key is similar.
+    """Suggests a known key for the unknown key at `place`; None if no key is similar.
 
-    Tries in this order: a very similar key of the same section, the same key of another section, a similar key of the
-    same section, a key of the same section with these initials (rpm: requests_per_min), a very similar key of another
-    section.
+    Tries in this order: a very similar key of the section, the same key elsewhere, a similar key of the section, a key
+    of the section with these initials (rpm: requests_per_min), a very similar key elsewhere.
     """
     word, here = str(place[-1]), tuple(_section_at(top, place[:-1]).model_fields)
     elsewhere = {key.rpartition(".")[2]: key for key in leaves(top)}

@@ -23,7 +23,7 @@ _SHAPE = "should be kubernetes+http://[NAMESPACE/]TYPE/NAME[:PORT], such as kube
 
 @dataclass(frozen=True, slots=True)
 class PodsUrl:
-    """A URL that names the pods of a Service or an InferencePool, or of a label selector."""
+    """A URL that names the pods of a Service, an InferencePool or a label selector."""
 
     scheme: str
     # None: the namespace of the proxy.
@@ -37,7 +37,7 @@ class PodsUrl:
 
     @classmethod
     def of(cls, url: str) -> PodsUrl:
-        """Parse a URL. Raises ValueError."""
+        """Parses a URL. Raises ValueError."""
         found = _URL.fullmatch(url)
         if found is None:
             raise ValueError(f"{url!r} {_SHAPE}")
@@ -64,7 +64,7 @@ class PodsUrl:
 
     @property
     def text(self) -> str:
-        """Returns the URL as text, in its usual spelling."""
+        """The URL in its usual spelling."""
         namespace = f"{self.namespace}/" if self.namespace else ""
         port = f":{self.port}" if self.port else ""
         return f"{KUBERNETES}{self.scheme}://{namespace}{self.kind}/{self.name}{port}"

@@ -51,9 +51,7 @@ def example_file() -> str:
 
 
 def as_yaml(config: Config) -> str:
-    """Returns every key of a configuration with its meaning, its type and its value, as YAML. Secrets are shown as
-    ***.
-    """
+    """Formats every key of a configuration as YAML, with its meaning, type and value. Secrets are shown as ***."""
     return "\n".join(_lines(config, "", secrets=False)) + "\n"
 
 
@@ -87,7 +85,7 @@ def _lines(section: Section, indent: str, *, secrets: bool, comments: bool = Tru
 
 
 def as_text(value: Any) -> str:
-    """A value as YAML in one line."""
+    """Formats a value as YAML in one line."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return yaml.safe_dump(value, default_flow_style=True, width=1e9, sort_keys=False).removesuffix("\n...\n").strip()
@@ -97,7 +95,7 @@ def as_text(value: Any) -> str:
 
 
 def meaning(field: FieldInfo) -> str:
-    """The description of a key, in one line."""
+    """Returns the description of a key, in one line."""
     return " ".join((field.description or "").split())
 
 
@@ -106,7 +104,7 @@ WORDS = {str: "text", int: "integer", float: "number", bool: "true or false", Pa
 
 
 def kind(field: FieldInfo) -> str:
-    """Returns the type of a key in words, such as `integer >= 1 or null`."""
+    """Describes the type of a key, such as `integer >= 1 or null`."""
     return _kind(field.annotation, field.metadata)
 
 

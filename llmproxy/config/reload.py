@@ -33,9 +33,9 @@ class Reloaded:
 
 @dataclass(frozen=True, slots=True)
 class Reread:
-    """The inputs that are needed to read the configuration again."""
+    """The file to watch, and the function that reads the configuration again."""
 
-    # Marked as seen (`take`) before the first read.
+    # Its state was marked as seen (`take`) before the first read.
     file: WatchedFile
     # Reads and checks the configuration with the flags and variables of the start, on another thread. Raises
     # ConfigError.
@@ -45,7 +45,7 @@ class Reread:
 class Combined:
     """Adds the entries from Kubernetes objects to the configuration, and passes the result to `apply`.
 
-    An entry that is left out is logged once.
+    A left-out entry is logged once.
     """
 
     def __init__(self, config: Config, apply: Callable[[Config], None]) -> None:
@@ -55,16 +55,12 @@ class Combined:
         self._logged: frozenset[EntryProblem] = frozenset()
 
     def take(self, config: Config) -> None:
-        """Applies another configuration with the same Kubernetes entries. Raises ConfigError and then changes
-        nothing.
-        """
+        """Applies a new configuration with the same Kubernetes entries. Raises ConfigError, and then changes nothing."""
         self._combine(config)
         self._given = config
 
     def take_entries(self, entries: Entries) -> None:
-        """Applies the same configuration with other Kubernetes entries. Logs the changes, or why they were not
-        applied.
-        """
+        """Applies the same configuration with new Kubernetes entries. Logs the changes, or why they were not applied."""
         before, self._entries = self._config, entries
         try:
             self._combine(self._given)
@@ -88,7 +84,7 @@ class Combined:
 
 
 class Reloader:
-    """Reads the configuration again, applies it, and logs the changes or the problems. Only one reload runs at a time.
+    """Reloads the configuration, and logs the changes or the problems. One reload runs at a time.
 
     Args:
         apply: Applies a configuration, or raises ConfigError and changes nothing.
@@ -108,9 +104,9 @@ class Reloader:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def reload(self, cause: str) -> Reloaded:
-        """Reads and applies the configuration. Raises ConfigError and then changes nothing.
+        """Reads and applies the configuration. Raises ConfigError, and then changes nothing.
 
-        A cancelled caller does not stop the reload, because a changed file is detected only once.
+        Cancellation does not stop the reload, because a changed file is detected only once.
         """
         return await asyncio.shield(self._spawn(self._reload(cause)))
 
@@ -145,18 +141,18 @@ class Reloader:
             return Reloaded(changes, needs_restart)
 
     async def watch(self) -> None:
-        """Reload whenever the file has changed, until cancelled."""
+        """Reloads whenever the file has changed, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             if await asyncio.to_thread(self._watched.has_changed):
                 await self.try_reload("file")
 
     def reload_on_signal(self) -> None:
-        """Starts a reload for SIGHUP. If a reload is running, it ends first."""
+        """Starts a reload for SIGHUP, after the running one has ended."""
         self._spawn(self.try_reload("signal"))
 
     async def try_reload(self, cause: str) -> None:
-        """Reload, and log errors instead of raising them."""
+        """Reloads, and logs errors instead of raising them."""
         try:
             await self.reload(cause)
         except ConfigError:

@@ -36,15 +36,15 @@ class TypeName(str):
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
-    """The word of `known` (not empty) that is most similar to `word`."""
+    """Returns the word of `known` (not empty) that is most similar to `word`."""
     return get_close_matches(word.lower(), known, n=1, cutoff=0.0)[0]
 
 
 def named_in(names: Callable[[], Sequence[str]], **removed: str) -> AfterValidator:
-    """Returns a validator that accepts one of these names, in upper or lower case.
+    """Returns a validator that accepts these names, in upper or lower case.
 
-    `names` is called at each validation, because plugins register policies. `removed` maps names that are no longer
-    accepted to their replacements.
+    `names` is called at each validation, because plugins register policies. `removed` maps former names to their
+    replacements.
     """
 
     def check(value: str) -> str:
@@ -60,7 +60,7 @@ def named_in(names: Callable[[], Sequence[str]], **removed: str) -> AfterValidat
 
 
 def one_of(known: Sequence[str]) -> AfterValidator:
-    """Returns a validator that accepts one of these words, in upper or lower case."""
+    """Returns a validator that accepts these words, in upper or lower case."""
     return named_in(lambda: known)
 
 
@@ -71,7 +71,7 @@ def _no_bool(value: object) -> object:
 
 
 def integer_of(text: object) -> int | None:
-    """Returns the integer of a value or of its text; None if it is no integer."""
+    """Converts an integer or its text; None for other values."""
     if isinstance(text, str) and re.fullmatch(r"\s*[-+]?\d{1,9}\s*", text):
         return int(text)
     return text if isinstance(text, int) and not isinstance(text, bool) else None
@@ -118,7 +118,7 @@ def trust_of(value: object) -> tuple[Network, ...] | str:
 
 
 def words_of(networks: tuple[Network, ...] | str) -> str:
-    """Networks as text that `networks_of` and `trust_of` accept."""
+    """Formats networks as text that `networks_of` and `trust_of` accept."""
     if isinstance(networks, str):
         return networks
     word = next((word for word, meant in TRUST_WORDS.items() if meant == networks), None)
@@ -129,9 +129,7 @@ _BASE_PATH = re.compile(r"(/[\w.~-]+)*", re.ASCII)
 
 
 def base_url(value: str) -> str:
-    """Returns a URL without user, query and trailing slash. A final `/v1` is removed, because the paths of requests
-    contain it.
-    """
+    """Returns a URL without user, query, trailing slash and final `/v1`, which the paths of requests contain."""
     example = "; write it like http://gpu-0:8000"
     if "@" in value:
         raise ValueError(f"should hold no user name or password; an engine's key goes into api_key{example}")
@@ -159,7 +157,7 @@ LOOKED_UP = (DNS, SRV, KUBERNETES)
 
 
 def backend_url(value: str) -> str:
-    """Returns the base URL of a server; with `dns+` or `srv+`, of all servers behind a DNS name; with `kubernetes+`, of
+    """Validates the URL of a server; with `dns+` or `srv+`, of all servers behind a DNS name; with `kubernetes+`, of
     pods.
     """
     if value.lower().startswith(KUBERNETES):
@@ -228,7 +226,7 @@ def origin_of(value: str) -> str:
 
 
 def host_and_port(value: str) -> str:
-    """Returns `value` if it is HOST:PORT, with brackets around an IPv6 address. Raises ValueError if not."""
+    """Validates HOST:PORT. An IPv6 address has brackets."""
     host, _, port = value.rpartition(":")
     if not host or (":" in host and not host.startswith("[")) or integer_of(port) is None or not 0 <= int(port) < 65536:
         raise ValueError(f"{value!r} is no HOST:PORT")
@@ -267,7 +265,7 @@ def failure_of(value: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether only this machine can connect to a listener on this host. An IPv6 address may have brackets."""
+    """Returns whether only this machine can connect to a listener on `host`. An IPv6 address may have brackets."""
     try:
         return ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -278,17 +276,17 @@ _STORE_SCHEMES = ("valkey", "valkeys", "redis", "rediss")
 
 
 def listed(value: object) -> object:
-    """Returns a list unchanged, and splits a text with commas into its items."""
+    """Splits a text with commas into its items. Returns other values unchanged."""
     return [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
 
 
 def is_api_key(text: str) -> bool:
-    """Whether a client can send this text as its key in a header field."""
+    """Returns whether a client can send this text as its key in a header field."""
     return len(text) <= KEY_CHARS_MAX and re.fullmatch(KEY_PATTERN, text) is not None
 
 
 def hash_of(key: str) -> str:
-    """The hash of a client's key, for the configuration."""
+    """Returns the hash of a client's key, as the configuration has it."""
     return f"sha256:{sha256(key.encode()).hexdigest()}"
 
 
@@ -300,9 +298,7 @@ def key_hash(value: object) -> str:
 
 
 def moment_of(value: object) -> datetime:
-    """Parses a timestamp or a date, which means the first moment of the day. Without a time zone, the result is in
-    UTC.
-    """
+    """Parses a timestamp, or a date, which means its first moment. Without a time zone, the time is in UTC."""
     if isinstance(value, str) and re.match(r"\d{4}-\d\d-\d\d", value):
         try:
             moment = datetime.fromisoformat(value.strip())
@@ -332,7 +328,7 @@ def module_name(value: str) -> str:
 
 
 def from_text(key: str) -> BeforeValidator:
-    """Returns a validator that accepts plain text in place of a section, as the value of its required key."""
+    """Returns a validator that accepts the plain value of `key` in place of a section."""
     return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value)
 
 

@@ -9,11 +9,11 @@ Stamp = tuple[int, int, int, int]
 
 
 class WatchedFile:
-    """Watches a file for changes of its metadata.
+    """Detects changes of a file by its metadata.
 
-    A change counts when two checks in a row find the same new metadata, because a file that is being written is often
-    empty or incomplete, and half a configuration may be valid. Links are followed, because a Kubernetes volume changes
-    by replacing a link. A missing file is probably being replaced, so it counts as a change only with `missing_counts`.
+    A change counts when two checks in a row find the same new metadata, because a file that is being written may be
+    half a configuration. Links are followed: a Kubernetes volume changes by replacing a link. A missing file counts as
+    a change only with `missing_counts`, because it is probably being replaced.
     """
 
     def __init__(self, path: Path, *, missing_counts: bool = False) -> None:
@@ -23,11 +23,11 @@ class WatchedFile:
         self._seen: Stamp | None = None
 
     def take(self) -> None:
-        """Marks the present metadata as seen. Call this before reading the file, so that only later changes count."""
+        """Marks the present metadata as seen. Call it before reading the file, so that only later changes count."""
         self._taken = self._seen = self._stamp()
 
     def has_changed(self) -> bool:
-        """Check the file. Returns True once for each complete change."""
+        """Checks the file. Returns True once for each complete change."""
         stamp, before = self._stamp(), self._seen
         self._seen = stamp
         if stamp is None or stamp != before or stamp == self._taken:

@@ -27,9 +27,9 @@ _log = structlog.get_logger()
 
 
 class Acceptor:
-    """Accepts connections on listening sockets until `close`, with a new protocol of `factory` for each.
+    """Accepts connections on listening sockets until `close`, with a new protocol from `factory` for each connection.
 
-    `accepted` is called with each transport, after `connection_made` of its protocol.
+    `accepted` is called with each transport, after the protocol's `connection_made`.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Acceptor:
             self._watch(one)
 
     def close(self) -> None:
-        """Accept no more connections. Open connections stay."""
+        """Stops accepting. Open connections stay."""
         for one in self._sockets:
             if (paused := self._paused.pop(one, None)) is not None:
                 paused.cancel()
@@ -92,7 +92,7 @@ class Acceptor:
             self._accepted(transport)
 
     def _pause(self, listening: socket.socket, lack: str) -> None:
-        """Stop accepting for `RETRY_S`. The socket stays readable, so the loop would otherwise retry at once."""
+        """Stops accepting for `RETRY_S`. The socket stays readable, so the loop would otherwise retry at once."""
         self._loop.remove_reader(listening)
         self._paused[listening] = self._loop.call_later(RETRY_S, partial(self._watch, listening))
         if self._loop.time() >= self._logged_s + LOG_S:

@@ -50,7 +50,7 @@ def _log_failure(ended: asyncio.Task[None]) -> None:
 
 @asynccontextmanager
 async def background_task(work: Work, name: str) -> AsyncIterator[None]:
-    """Run supervised `work` for the duration of the block."""
+    """Runs supervised `work` during the block."""
     task = supervised(work, name)
     try:
         yield

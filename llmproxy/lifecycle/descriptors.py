@@ -1,7 +1,7 @@
-"""The limit of open files of this process (`ulimit -n`), and the number of connections that it allows.
+"""The limit of open files (`ulimit -n`) and the number of connections that it allows.
 
-A request needs two descriptors: for its client and for a backend. A process with as many clients as descriptors could
-not connect to backends, and the failures would look like failures of the backends.
+A request needs two descriptors, for its client and for a backend. If clients took all descriptors, connections to
+backends would fail, and the backends would look faulty.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LIMITS = {
 
 
 def raise_limit() -> None:
-    """Raise the soft limit of open files to the hard limit, for this process and its children."""
+    """Raises the soft limit of open files to the hard limit, for this process and its children."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES_MAX if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES_MAX)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -38,21 +38,21 @@ def raise_limit() -> None:
 
 
 def open_files_max() -> int:
-    """Returns how many files this process may have open."""
+    """Returns the number of files that this process may have open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return OPEN_FILES_MAX if soft == resource.RLIM_INFINITY else soft
 
 
 def connections_max() -> int:
-    """Returns how many client connections this process can have, with as many connections to backends."""
+    """Returns the most client connections of this process, if it has as many connections to backends."""
     return max(1, (open_files_max() - _reserved()) // 2)
 
 
 def clients_of_process(config: Config) -> ClientsConfig:
     """Returns the client limits of one worker process.
 
-    The limit of connections is divided among the workers, and is at most the number that the descriptors allow. The
-    limits for one address are not divided.
+    The connection limit is divided among the workers, and lowered to the available descriptors. Limits per address are
+    not divided.
     """
     share = math.ceil(config.clients.connections_max / config.workers)
     return config.clients.model_copy(update={"connections_max": min(share, connections_max())})
@@ -64,7 +64,7 @@ def clients_of_admin_port(config: Config) -> ClientsConfig:
 
 
 def member_connections_max() -> int:
-    """Returns the maximum number of connections from other cluster members. They use reserved descriptors too."""
+    """Returns the most connections from other cluster members. They use reserved descriptors."""
     return _reserved() // 4
 
 
@@ -73,7 +73,7 @@ def _reserved() -> int:
 
 
 def errno_reason(error: OSError) -> str | None:
-    """Returns the reason, for people, if this process or machine caused a connection error; None if the peer did."""
+    """Returns a reason for people if this process or machine caused a connection error; None if the peer did."""
     if error.errno not in EXHAUSTED:
         return None
     hint = LIMITS.get(error.errno)

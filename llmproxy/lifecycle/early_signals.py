@@ -17,9 +17,8 @@ _recorded: set[int] = set()
 
 
 def remember() -> None:
-    """From now on, SIGTERM and SIGINT end this process at once with exit code 0, because there is nothing to drain yet.
-
-    SIGHUP and SIGUSR2 are recorded for `send_again`.
+    """Installs the handlers: SIGTERM and SIGINT end this process at once with exit code 0, because there is nothing to
+    drain yet. SIGHUP and SIGUSR2 are recorded for `send_again`.
     """
     end_at_once()
     for number in _LATER:
@@ -27,13 +26,13 @@ def remember() -> None:
 
 
 def end_at_once() -> None:
-    """From now on, SIGTERM and SIGINT end this process at once with exit code 0."""
+    """Makes SIGTERM and SIGINT end this process at once with exit code 0."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end)
 
 
 def send_again() -> None:
-    """Send the recorded signals to this process again, each once. Call it after the final handlers are set."""
+    """Sends each recorded signal to this process again. Call it after the final handlers are set."""
     while _recorded:
         os.kill(os.getpid(), _recorded.pop())
 

@@ -52,7 +52,7 @@ class ProcessSignals:
             loop.add_signal_handler(number, self._on_stop, number)
 
     def take_restarts(self, drained: Callable[[], Collection[str]], *, member: bool = False) -> None:
-        """From now on, SIGUSR2 starts a successor, which inherits the sockets and the result of `drained`.
+        """Makes SIGUSR2 start a successor, which inherits the sockets and the backends that `drained` returns.
 
         A `member` of a cluster ignores SIGUSR2, because a successor could use neither its name nor its cluster port.
         """
@@ -102,9 +102,9 @@ def inherited_drains(environment: MutableMapping[str, str]) -> frozenset[str]:
 
 
 async def successor(sockets: Sockets, drained: Collection[str] = ()) -> subprocess.Popen[bytes]:
-    """Start this program again on the same sockets, and wait until it serves.
+    """Starts this program again on the same sockets, and waits until the new process serves.
 
-    Cancellation kills the successor. Raises SuccessorFailedError.
+    Cancellation kills the new process. Raises SuccessorFailedError.
     """
     try:
         reads, writes = os.pipe()
@@ -137,8 +137,8 @@ async def successor(sockets: Sockets, drained: Collection[str] = ()) -> subproce
 
 
 def _start_again(variables: Mapping[str, str], fds: Sequence[int]) -> subprocess.Popen[bytes]:
-    """Starts the same command. The interpreter is started by its path, so a virtual environment that was replaced at
-    this path is used.
+    """Starts the same command. Uses the interpreter's path, so that a virtual environment replaced at this path takes
+    effect.
     """
     return subprocess.Popen([sys.executable, *sys.orig_argv[1:]], env={**os.environ, **variables}, pass_fds=fds)
 
@@ -154,7 +154,7 @@ async def _readable(fd: int) -> None:
 
 
 def notify(state: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Notify a service manager, as sd_notify(3) does: send a datagram to `NOTIFY_SOCKET`, if that is set."""
+    """Sends `state` to the service manager, as sd_notify(3) does: a datagram to `NOTIFY_SOCKET`, if that is set."""
     path = environment.get("NOTIFY_SOCKET")
     if not path:
         return
@@ -167,7 +167,7 @@ def notify(state: str, environment: Mapping[str, str] = os.environ) -> None:
 
 
 async def ended_before(event: asyncio.Event, awaited: Awaitable[object], limit_s: float | None = None) -> bool:
-    """Await `awaited` until `event` is set or `limit_s` has passed, then cancel it. Returns whether it finished."""
+    """Awaits `awaited` until `event` is set or `limit_s` has passed, then cancels it. Returns whether it finished."""
     first, other = asyncio.ensure_future(awaited), asyncio.ensure_future(event.wait())
     try:
         await asyncio.wait((first, other), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)

@@ -12,10 +12,10 @@ CALLS_SHARE = 32
 
 
 class PacedCalls:
-    """Makes calls in the order of `add`, a few in each iteration of the event loop.
+    """Runs callbacks in the order of `add`, a few in each iteration of the event loop.
 
-    Each call starts or ends a request, which takes up to half a millisecond. Thousands of calls may be added at once,
-    and other work of the loop must run in between.
+    Each callback starts or ends a request, which takes up to half a millisecond. Thousands may be added at once, and
+    other work of the loop must run in between.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class PacedCalls:
         self._taken = 0
 
     def take(self) -> bool:
-        """Returns whether the caller may make its call now, and if so, counts the call. If not, pass the call to
+        """Returns whether the caller may run its callback now, and then counts it. Otherwise pass the callback to
         `add`.
         """
         if self._calls or self._taken >= CALLS:
@@ -37,7 +37,7 @@ class PacedCalls:
         self._taken = 0
 
     def add(self, call: Callable[[], object]) -> None:
-        """Makes `call` in a later iteration of the event loop. `call` must not raise."""
+        """Runs `call` in a later iteration of the event loop. `call` must not raise."""
         if not self._calls:
             asyncio.get_running_loop().call_soon(self._make_some)
         self._calls.append(call)

@@ -1,10 +1,8 @@
-"""Listening sockets, opened here or inherited from the process that started this one.
+"""Listening sockets, opened here or inherited.
 
-Two kinds of processes pass on listening sockets. Both keep them open meanwhile, so the kernel queues the connections of
-clients that connect in between:
-
-* systemd, by socket activation: `LISTEN_FDS` descriptors from 3 on belong to process `LISTEN_PID` (sd_listen_fds(3)).
-* The predecessor, a process of this program that is being replaced.
+A process inherits sockets from systemd by socket activation (`LISTEN_FDS` descriptors from 3 on belong to process
+`LISTEN_PID`, sd_listen_fds(3)), or from its predecessor, the process that it replaces. Both keep the sockets open
+during the change, so the kernel queues new connections.
 """
 
 from __future__ import annotations
@@ -84,8 +82,8 @@ class Sockets:
     def listening(self, host: str, port: int, acceptors: int = 1) -> tuple[list[socket.socket], bool]:
         """Returns the sockets for an address, and whether the service manager keeps them open too.
 
-        Opens `acceptors` sockets that share the port, so that the kernel spreads connections over them. The
-        number of inherited sockets may differ from `acceptors`. Raises ListenError.
+        Opens `acceptors` sockets that share the port, so that the kernel spreads connections over them. The service
+        manager may have passed a different number. Raises ListenError.
         """
         address = f"{host}:{port}"
         key = SYSTEMD if SYSTEMD in self._inherited else address
@@ -102,7 +100,9 @@ class Sockets:
         return list(dict.fromkeys(address for one in sockets for address in _served(one)))
 
     def serving(self) -> None:
-        """Closes unused inherited sockets, and tells the predecessor to shut down. Call it when all sockets listen."""
+        """Closes unused inherited sockets, and tells the predecessor to shut down. Call it when all sockets are
+        listening.
+        """
         for sockets in self._inherited.values():
             for one in sockets:
                 one.close()
@@ -114,7 +114,9 @@ class Sockets:
             self.ready_fd = None
 
     def for_successor(self, ready_fd: int) -> tuple[Mapping[str, str], list[int]]:
-        """Returns the environment variable for a successor, and the descriptors that it inherits: sockets and pipe."""
+        """Returns the environment variable for a successor, and the descriptors to inherit: the sockets and the ready
+        pipe.
+        """
         fds = {address: [one.fileno() for one in sockets] for address, sockets in self._open.items()}
         handed = json.dumps({"ready_fd": ready_fd, "sockets": fds})
         return {PREDECESSOR: handed}, [ready_fd, *(fd for some in fds.values() for fd in some)]

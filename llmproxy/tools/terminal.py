@@ -22,12 +22,12 @@ SEQUENCE = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|O[@-~])")
 
 
 def can_draw() -> bool:
-    """Whether standard output is a terminal that understands control sequences."""
+    """Returns whether standard output is a terminal that understands control sequences."""
     return sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
 
 
 def console() -> Console:
-    """The console of standard output; in a pipe, plain text of `PLAIN_WIDTH` columns."""
+    """Returns a console for standard output: plain text of `PLAIN_WIDTH` columns if that is not a terminal."""
     if can_draw():
         return Console(highlight=False)
     return Console(highlight=False, force_terminal=False, color_system=None, width=PLAIN_WIDTH)
@@ -35,9 +35,9 @@ def console() -> Console:
 
 @contextmanager
 def pressed(on_key: Callable[[str], None]) -> Iterator[None]:
-    """Call `on_key` with each pressed key inside the block, if standard input is a terminal.
+    """Calls `on_key` with each key pressed during the block, if standard input is a terminal.
 
-    Ctrl-C still sends SIGINT. After the end of the input, nothing more is read.
+    Ctrl-C still sends SIGINT.
     """
     if not sys.stdin.isatty():
         yield

@@ -1,1 +1,1 @@
-"""Backends that are pods of a Kubernetes cluster, as its API server reports them."""
+"""Backends that are pods of a Kubernetes cluster."""

@@ -15,7 +15,7 @@ ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where a pod finds the token, the CA and the namespace of its service account."""
 ANSWER_S = 30.0
 SILENCE_S = 330.0
-"""A watch without data for this time is broken: bookmarks come about once a minute, and the server ends it earlier."""
+"""A watch without data for this time is broken: bookmarks come about once a minute, and the server ends each watch earlier."""
 BUFFER_BYTES = 4 << 20
 """Size of the read buffer. It must have room for a line of a watch: a slice of 1,000 endpoints has 286 kB."""
 
@@ -32,9 +32,9 @@ class ApiError(Exception):
 
 
 class KubernetesApi:
-    """Sends requests to the API server with the rights of this process. Call `close` at the end.
+    """Sends requests to the API server, with the service account of this process.
 
-    `url` is the URL of the server; None means the cluster in which this process runs.
+    `url` is the URL of the server; None means the cluster in which this process runs. Call `close` at the end.
     """
 
     def __init__(self, url: str | None, account: Path = ACCOUNT) -> None:
@@ -44,14 +44,12 @@ class KubernetesApi:
 
     @property
     def namespace(self) -> str:
-        """The namespace of this process; `default` outside of a cluster."""
+        """The namespace of this process; `default` outside a cluster."""
         return self._read("namespace") or "default"
 
     @asynccontextmanager
     async def get(self, path: str, query: Mapping[str, str], silence_s: float) -> AsyncIterator[aiohttp.StreamReader]:
-        """Streams the body of a response with status 200. Raises ApiError before the first byte, and while the body is
-        read.
-        """
+        """Streams the body of a response with status 200. Raises ApiError, also while the body is read."""
         server, begun = self._server(), False
         try:
             async with self._opened().get(

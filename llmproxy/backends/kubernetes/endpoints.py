@@ -32,7 +32,7 @@ ENDED = ("Succeeded", "Failed")
 DEFAULT_PORT_NAME = "http"
 
 Refuse = Callable[[str, str], object]
-"""Called with the name of a rejected object, and the reason. The other objects are used."""
+"""Called with the name of an invalid object, and the reason. The other objects are used."""
 
 
 def _ignored(name: str, why: str) -> None:
@@ -45,7 +45,7 @@ class UnclearPortError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Makes the backends of one source. Each backend has the settings of `template`."""
+    """Builds the backends of one source, with the settings of `template`."""
 
     template: BackendConfig
     scheme: str
@@ -53,13 +53,13 @@ class Place:
     suffix: str = ""  # Appended to pod names, which are unique in their namespace only.
 
     def backend(self, name: str, host: str, port: int, uid: str, *, ready: bool, **differs: object) -> Instance:
-        """Make a backend. Raises ValueError for an invalid address or port."""
+        """Builds a backend. Raises ValueError for an invalid address or port."""
         place = place_of(host, port)
         changed = {"name": name + self.suffix if name else place, "url": f"{self.scheme}://{place}", **differs}
         return Instance.model_construct(**dict(self.template) | changed, uid=uid, ready=ready)
 
     def choose_port(self, ports: Iterable[tuple[str, int]]) -> int:
-        """Return the number of the wanted port among `ports` (name, number). Raises UnclearPortError."""
+        """Returns the number of the configured port among `ports` (name, number). Raises UnclearPortError."""
         known = list(dict.fromkeys(ports))
         wanted = self.port or (DEFAULT_PORT_NAME if len(known) > 1 else "")
         fitting = [number for name, number in known if wanted in (name, str(number), "")]
@@ -74,10 +74,10 @@ class Place:
 
 
 def service_backends(place: Place, slices: Iterable[EndpointSlice], refuse: Refuse = _ignored) -> list[Instance]:
-    """Returns the servers behind a Service. Raises UnclearPortError if all servers are left out because of their ports.
+    """Returns the servers behind a Service. Raises UnclearPortError if no server has a clear port.
 
-    During a change, an address may be in two slices, and a dual-stack pod is in a slice of each address family. Of
-    several entries for a server, the entry with the best state counts, then the entry with the IPv4 address.
+    A server may be in several slices: during a change, or because a dual-stack pod has a slice for each address family.
+    The entry with the best state counts, then the entry with the IPv4 address.
     """
     found: dict[tuple[str, int], tuple[bool, Instance]] = {}
     unclear: UnclearPortError | None = None
@@ -125,7 +125,7 @@ def _worse(state: tuple[bool, Instance]) -> tuple[bool, bool, bool, str]:
 
 
 def pod_backends(place: Place, pods: Iterable[Pod], refuse: Refuse = _ignored) -> list[Instance]:
-    """Returns the servers of these pods. Raises UnclearPortError if all servers are left out because of their ports."""
+    """Returns the servers of these pods. Raises UnclearPortError if no server has a clear port."""
     found: list[Instance] = []
     unclear: UnclearPortError | None = None
     for pod in filter(_serves, pods):
@@ -146,7 +146,7 @@ def pod_backends(place: Place, pods: Iterable[Pod], refuse: Refuse = _ignored) -
 
 
 def pool_backends(place: Place, pool: InferencePool, pods: Iterable[Pod], refuse: Refuse = _ignored) -> list[Instance]:
-    """Returns the servers of an InferencePool: each pod is a server at each target port that its annotation allows."""
+    """Returns the servers of an InferencePool: one for each pod and each target port that the pod's annotation allows."""
     numbers = [port.number for port in pool.spec.target_ports if port.number]
     found = []
     for pod in filter(_serves, pods):
@@ -172,13 +172,13 @@ def _backend(place: Place, pod: Pod, port: int, name: str | None = None) -> Inst
 
 
 def _serves(pod: Pod) -> bool:
-    """True if the pod has an IP, is not terminating and is not an encode-only worker."""
+    """Returns whether the pod has an IP, is not terminating and is not an encode-only worker."""
     ends = pod.metadata.deletion_timestamp is not None or pod.status.phase in ENDED
     return bool(pod.status.pod_ip) and not ends and (pod.metadata.labels or {}).get(ROLE_LABEL) != ENCODERS
 
 
 def _active_ports(pod: Pod, refuse: Refuse) -> set[int] | None:
-    """The ports that a pod serves on, None without the annotation. `refuse` gets invalid parts, which are left out."""
+    """Returns the ports in a pod's annotation; None without one. Passes invalid parts to `refuse`."""
     annotations = pod.metadata.annotations or {}
     text = next((annotations[name] for name in ACTIVE_PORTS if name in annotations), None)
     if text is None:

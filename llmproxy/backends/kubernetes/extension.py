@@ -1,9 +1,9 @@
 """Converts objects of the Gateway API Inference Extension to entries of the configuration.
 
 The functions are pure, and the order of the objects does not matter. An InferenceObjective becomes an objective whose
-band is its priority. A rule of an InferenceModelRewrite becomes an alias for each name that the rule matches. A rule
-without matches becomes an alias for every other name. If several objects define a name, the oldest object counts; of
-equally old objects, the first by name; within an object, the first rule.
+band is its priority. A rule of an InferenceModelRewrite becomes an alias for each name that it matches; without
+matches, for every other name. If several objects define a name, the oldest counts, then the first by name; within an
+object, the first rule.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ POOL_GROUPS = ("inference.networking.k8s.io", "inference.networking.x-k8s.io")
 
 
 class WrongObjectError(Exception):
-    """An object that is invalid, or that uses a feature which llmproxy does not support."""
+    """An object that is invalid or uses an unsupported feature."""
 
 
 def entries_of(objects: Iterable[tuple[str, CustomObject]], pools: Collection[tuple[str, str]]) -> Entries:
-    """Returns the configuration entries of these objects (kind, object) for `pools` (namespace, name).
+    """Returns the configuration entries of `objects` (kind, object) for `pools` (namespace, name).
 
-    Of two objects with the same kind, namespace and name, for example in an old and a new API group, the first counts.
-    An invalid object is left out as a whole, and is listed in the problems of the result.
+    If two objects have the same kind, namespace and name, for example in an old and a new API group, the first counts.
+    An invalid object is left out, and is listed in the problems of the result.
     """
     found: dict[tuple[str, str, str], CustomObject] = {}
     for kind, one in objects:
@@ -72,7 +72,7 @@ def _age(key: tuple[str, str, str], one: CustomObject) -> tuple[str, ...]:
 
 
 def _is_for(one: CustomObject, namespace: str, pools: Collection[tuple[str, str]]) -> bool:
-    """Returns whether an object names one of these pools. Raises WrongObjectError and msgspec.ValidationError for
+    """Returns whether an object refers to one of these pools. Raises WrongObjectError and msgspec.ValidationError for
     invalid references.
     """
     refs = msgspec.convert(one.spec, PoolRefs)

@@ -41,7 +41,7 @@ class _Collection:
 
     @property
     def absent(self) -> bool:
-        """Whether the cluster lacks this kind of object, which is possible because the extension is optional."""
+        """Whether the cluster lacks this kind of object. The extension is optional."""
         return self.watched.status == 404
 
     @property
@@ -53,8 +53,8 @@ class ExtensionObjects:
     """Watches the extension's objects, and passes their entries to `take` at every change, from `reconfigure` until
     `close`.
 
-    `awaited` is True while unread objects may still define names of models. `on_answer` is called when `awaited` may
-    have changed. `answered` is set once each collection was read or failed, and cleared when the pools change.
+    `awaited` is True while unread objects may still define model names. `on_answer` is called when `awaited` may have
+    changed. `answered` is set once each collection was read or failed, and cleared when the pools change.
     """
 
     def __init__(self, take: Callable[[Entries], None], on_answer: Callable[[], None]) -> None:

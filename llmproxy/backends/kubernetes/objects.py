@@ -1,7 +1,7 @@
-"""Kubernetes objects, reduced to the fields that say where requests may go.
+"""Kubernetes objects, reduced to the fields that decide where requests may go.
 
-EndpointSlice is of discovery.k8s.io/v1, Pod of v1, InferencePool of inference.networking.k8s.io/v1, and
-InferenceObjective and InferenceModelRewrite are of v1alpha2. Lists and mappings without entries may be null.
+API versions: discovery.k8s.io/v1 (EndpointSlice), v1 (Pod), inference.networking.k8s.io/v1 (InferencePool), v1alpha2
+(InferenceObjective, InferenceModelRewrite). Lists and mappings without entries may be null.
 """
 
 from __future__ import annotations
@@ -103,9 +103,7 @@ class InferencePool(Struct, frozen=True):
 
 
 class CustomObject(Struct, frozen=True):
-    """A custom object whose `spec` is not decoded yet, so that one invalid object does not make the whole list
-    unreadable.
-    """
+    """A custom object. Its `spec` is decoded later, so that one invalid object does not make the whole list unreadable."""
 
     metadata: Metadata
     spec: Any = None

@@ -1,4 +1,4 @@
-"""The pods of a Service, of a label selector or of an InferencePool, as a source of backends."""
+"""A source of backends: the pods of a Service, a label selector or an InferencePool."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class KubernetesSource:
         return watched
 
     def _follow_selector(self) -> None:
-        """Watches the pods that the selector of the InferencePool matches now."""
+        """Watches the pods that the InferencePool's selector matches now."""
         if (pool := self._the_pool()) is not None:
             selector = ",".join(f"{key}={value}" for key, value in sorted(pool.spec.selector.match_labels.items()))
             if selector != self._selector:

@@ -1,7 +1,7 @@
 """A collection of Kubernetes objects, listed once and then watched for months.
 
-The protocol is in Kubernetes' API concepts: list; watch from the version of the list; take the version of each event
-and bookmark; watch again from the last version when a watch ends; list again when that version is gone (410).
+Kubernetes' API concepts describe the protocol: list; watch from the version of the list; take the version of each event
+and bookmark; when a watch ends, watch again from the last version; list again if that version is gone (410).
 """
 
 from __future__ import annotations
@@ -69,16 +69,14 @@ class _Unread(Struct, frozen=True):
 class Watched(Generic[T]):
     """The objects at one path of the Kubernetes API, kept current while `run` runs.
 
-    An invalid object is logged, and its last valid version stays. All objects stay while the API server does not
-    answer.
+    An invalid object is logged, and its last valid version stays. While the API server does not answer, all objects
+    stay. `on_change` is called after every change of `objects` or `trouble`.
 
     Attributes:
         objects: Maps (namespace, name) to an object; None before the first list.
         trouble: Why the API server does not answer, else None.
         status: The HTTP status of `trouble`; 0 without an answer.
         refused: Maps (namespace, name) of an invalid object to the reason.
-
-    `on_change` is called after every change of `objects` or `trouble`.
     """
 
     def __init__(
@@ -106,7 +104,7 @@ class Watched(Generic[T]):
         self._log = RefusedLog()
 
     async def run(self) -> None:
-        """Watch the collection until cancelled, whatever the server answers."""
+        """Watches the collection until cancelled. Retries after every failure."""
         while True:
             try:
                 if self._version is None:
@@ -142,7 +140,7 @@ class Watched(Generic[T]):
         self._on_change()
 
     async def _follow(self) -> None:
-        """Applies events until the watch ends. Raises ApiError, with status 410 if the server no longer has the watched
+        """Applies events until the watch ends. Raises ApiError, with status 410 if the server no longer has the
         version.
         """
         watch = {"watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": str(WATCH_S)}
@@ -163,7 +161,7 @@ class Watched(Generic[T]):
                     self._on_change()
 
     def _apply(self, line: bytes) -> bool:
-        """Apply one event. Returns whether an object changed."""
+        """Applies one event. Returns whether an object changed."""
         event = msgspec.json.decode(line, type=_Event)
         if event.type in ("BOOKMARK", "ERROR"):
             told = msgspec.json.decode(event.object, type=_Bookmark)
@@ -177,7 +175,7 @@ class Watched(Generic[T]):
         return True
 
     def _take(self, raw: msgspec.Raw, before: Mapping[tuple[str, str], T], *, deleted: bool = False) -> str:
-        """Adds, replaces or removes one object. Returns the version of the object; empty if it cannot be read."""
+        """Adds, replaces or removes one object. Returns its version; empty if the object is unreadable."""
         assert self.objects is not None
         found: T | _Unread
         try:

@@ -87,7 +87,7 @@ class BackendConfig(Section):
 
     @property
     def looked_up(self) -> bool:
-        """Whether DNS or Kubernetes provides the addresses of the servers. Each server gets this configuration."""
+        """Whether DNS or Kubernetes lists the servers. Each server gets this configuration."""
         return self.url.startswith(LOOKED_UP)
 
 
@@ -114,7 +114,7 @@ class BackendsFile(Section):
 
 
 def repeated_backends(backends: Iterable[BackendConfig]) -> list[Problem]:
-    """Problems for backends that have the URL or the name of an earlier backend."""
+    """Returns a problem for each backend with the URL or name of an earlier one."""
     urls, names = [backend.url for backend in backends], [backend.name for backend in backends]
     problems = repeated(urls, "url")
     repeated_urls = {place[0] for place, _ in problems}

@@ -123,7 +123,7 @@ class ClusterConfig(Section):
 
     @model_validator(mode="after")
     def _is_guarded(self) -> ClusterConfig:
-        """Raises ValueError for a cluster port that would trust any client, unless `plaintext` allows that."""
+        """Raises ValueError if the cluster port would trust any client and `plaintext` does not allow that."""
         tls, listen = self.tls, self.listen
         if listen is None:
             return self
@@ -160,7 +160,7 @@ class SharedLimitsConfig(Section):
 
     @property
     def proxies(self) -> int | None:
-        """The number of proxies that divide the limits while the store is unreachable; None: requests are refused
-        meanwhile.
+        """The number of proxies that divide the limits while the store is unreachable; None if requests are refused
+        then.
         """
         return None if self.on_failure == CLOSED else int(self.on_failure.partition("/")[2])

@@ -77,7 +77,7 @@ class ModelConfig(Section):
 
     @property
     def stands_for(self) -> str | Mapping[str, float] | None:
-        """The target or targets of an alias; None if the name is no alias."""
+        """The target or targets of an alias; None without an alias."""
         return self.target if self.target is not None else self.targets or None
 
 
@@ -126,7 +126,7 @@ class TenantConfig(Section):
     """Objective for the mean time per further token. null: the model's."""
 
     def key_names(self) -> list[str]:
-        """The names of the keys, in order."""
+        """Returns the names of the keys, in order."""
         return [key.name or f"keys[{i}]" for i, key in enumerate(self.keys)]
 
     @field_validator("keys")

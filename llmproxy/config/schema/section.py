@@ -14,8 +14,8 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _nothing_below_is_default(cls, data: Any) -> Any:
-        """Replaces null by the default of a section, list or mapping, because YAML gives null if all lines below a key
-        are comments.
+        """Replaces a null section, list or mapping by its default: YAML gives null if all lines below a key are
+        comments.
         """
         if not isinstance(data, dict):
             return data
@@ -24,7 +24,7 @@ class Section(BaseModel):
 
 
 def may_be_null(field: FieldInfo) -> bool:
-    """Whether null is a value of this key."""
+    """Returns whether null is a value of this key."""
     return type(None) in get_args(field.annotation)
 
 

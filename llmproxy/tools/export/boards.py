@@ -32,20 +32,18 @@ def gauge(metric: str, labels: str, by: str, how: str = "sum") -> str:
 
 
 def share(part: str, whole: str) -> str:
-    """An expression for `part` / `whole`. If the part has no series, the value is 0 and not missing."""
+    """Returns an expression for `part` divided by `whole`: 0, not missing, if `part` has no series."""
     return f"(({part}) or 0 * ({whole})) / ({whole})"
 
 
 def known_prefix(of: str) -> str:
-    """Returns an expression for the prompt tokens that were both expected and cached, divided by the tokens of kind
-    `of`.
-    """
+    """Returns an expression for the prompt tokens that were expected and cached, divided by the tokens of kind `of`."""
     both, one = (rate("prefix_tokens_total", f'{BACKEND},kind="{kind}"', "backend") for kind in ("both", of))
     return f"{both} / {one}"
 
 
 def bias() -> str:
-    """An expression for predicted seconds divided by observed seconds."""
+    """Returns an expression for predicted seconds divided by observed seconds."""
     predicted, observed = (
         rate("prediction_seconds_total", f'{BACKEND},kind="{kind}"', "backend, time")
         for kind in ("predicted", "observed")

@@ -55,5 +55,5 @@ KINDS: dict[str, tuple[Callable[[], dict[str, str]], str]] = {
 
 
 def files_of(kind: str) -> dict[str, str]:
-    """Name -> text of the files of a kind. The same version always gives the same text."""
+    """Returns the files of a kind, as texts keyed by file name. The same version always returns the same texts."""
     return KINDS[kind][0]()

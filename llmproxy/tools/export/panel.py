@@ -10,7 +10,7 @@ SCHEMA_VERSION = 41
 COLUMNS = 24
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 HERE = 'job=~"$job",instance=~"$instance"'
-"""The labels by which Prometheus tells proxies apart."""
+"""Label matchers that select one proxy."""
 VARIABLES = (
     ("job", "llmproxy_build_info", "Job"),
     ("instance", 'llmproxy_build_info{job=~"$job"}', "Proxy"),
@@ -26,10 +26,11 @@ SIZES = {"stat": (4, 4), "timeseries": (8, 8), "state-timeline": (8, 8), "table"
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A panel. `queries` are pairs of an expression and the legend of its series."""
+    """A Grafana panel."""
 
     title: str
     description: str
+    # (expression, legend of its series)
     queries: tuple[tuple[str, str], ...]
     unit: str = "short"
     kind: str = "timeseries"
@@ -71,7 +72,7 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Board:
-    """A dashboard; `uid` is fixed, so that an import replaces the dashboard of an earlier version."""
+    """A Grafana dashboard. Its `uid` is fixed, so that an import replaces the dashboard of an earlier version."""
 
     uid: str
     title: str
@@ -103,7 +104,7 @@ class Board:
         }  # fmt: skip
 
     def _placed(self) -> list[dict[str, Any]]:
-        """The panels in their order, in rows from left to right."""
+        """Returns the panels in rows from left to right."""
         placed, x, y, row = [], 0, 0, 0
         for number, panel in enumerate(self.panels, 1):
             width, height = SIZES[panel.kind]

@@ -99,5 +99,5 @@ spec:
 
 
 def files() -> dict[str, str]:
-    """File name -> content."""
+    """Returns the manifests, keyed by file name."""
     return {"keda.yaml": KEDA, "keda-prometheus.yaml": KEDA_PROMETHEUS, "hpa.yaml": HPA}

@@ -32,7 +32,7 @@ class UnreachableError(AskError):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A proxy and the key to its pages."""
+    """The address of a proxy, and its admin key."""
 
     url: URL
     admin_key: str | None = None
@@ -41,7 +41,7 @@ class Target:
 
     @classmethod
     def parsed(cls, url: str, admin_key: str | None) -> Target:
-        """The target of a URL that a person writes, perhaps without `http://`. Raises AskError."""
+        """Parses a URL typed by a user, perhaps without `http://`. Raises AskError."""
         full = url if "://" in url else f"http://{url}"
         try:
             base = URL(full)
@@ -120,7 +120,7 @@ class Asker:
 
 @asynccontextmanager
 async def asking(target: Target) -> AsyncIterator[Asker]:
-    """An `Asker` with one HTTP session for all its requests."""
+    """Yields a client with one HTTP session."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as session:
         yield Asker(target, session)
 

@@ -30,7 +30,9 @@ ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 async def top(target: Target, interval_s: float, *, once: bool, as_json: bool) -> None:
-    """Show the proxy until `q` is pressed, or once if `once` or without a terminal. Raises AskError."""
+    """Shows the proxy until the user presses `q`. With `once`, or without a terminal, prints one screen. Raises
+    AskError.
+    """
     async with asking(target) as asker:
         if once or as_json or not can_draw():
             found = await asker.get(LIVE)
@@ -54,7 +56,7 @@ async def explain(target: Target, request: str, *, as_json: bool) -> None:
 
 
 async def scale(target: Target, *, as_json: bool) -> None:
-    """Print how many replicas each pool needs. Raises AskError."""
+    """Prints how many replicas each pool needs. Raises AskError."""
     async with asking(target) as asker:
         found = await asker.get(SCALE)
     if as_json:
@@ -64,7 +66,7 @@ async def scale(target: Target, *, as_json: bool) -> None:
 
 
 async def whatif(target: Target, weights: Sequence[str]) -> None:
-    """Print what flows would get under other weights, such as `team-a=3`. Raises AskError."""
+    """Prints the rates that flows would get under other weights, such as `team-a=3`. Raises AskError."""
     given = weights_of(weights)
     async with asking(target) as asker:
         found = await asker.get(LIVE)
@@ -87,7 +89,9 @@ class _Screen:
         self._stopped = False
 
     async def run(self) -> None:
-        """Ask and draw until the user quits. Raises AskError for errors other than an unreachable proxy."""
+        """Polls the proxy and draws until the user quits. Retries an unreachable proxy. Raises AskError for other
+        errors.
+        """
         await self._ask()
         polls = asyncio.create_task(self._poll())
         try:
@@ -166,7 +170,7 @@ class _Screen:
         self._changed.set()
 
     def _suspend(self) -> None:
-        """Stop by the default action of SIGTSTP, which does nothing without a shell (`ssh -t`)."""
+        """Stops the process as SIGTSTP does by default. Without a shell (`ssh -t`), nothing happens."""
         loop = asyncio.get_running_loop()
         loop.remove_signal_handler(signal.SIGTSTP)
         signal.raise_signal(signal.SIGTSTP)
@@ -174,7 +178,7 @@ class _Screen:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Handle the signals that end or stop `top`, so that the terminal is restored first."""
+        """Handles the signals that end or stop `top`, so that the terminal is restored first."""
         loop = asyncio.get_running_loop()
         handlers = dict.fromkeys(ENDS, self._end) | {
             signal.SIGTSTP: self._stop,

@@ -91,7 +91,7 @@ class Pool(Struct, frozen=True):
 
 
 class Event(Struct, frozen=True):
-    """An event of the proxy or its fleet. `at_s` is on the clock of `now_s`."""
+    """An event of the proxy or its backends. `at_s` is on the same clock as `Document.now_s`."""
 
     at_s: float
     level: str
@@ -101,7 +101,7 @@ class Event(Struct, frozen=True):
 
 
 class Document(Struct, frozen=True):
-    """The answer of `/debug/live`. `events` are the newest first."""
+    """The answer of `/debug/live`. `events` begins with the newest."""
 
     version: str
     fairness: str
@@ -154,9 +154,7 @@ Read = TypeVar("Read", bound=Struct)
 
 
 def read(found: dict[str, Any], kind: type[Read]) -> Read:
-    """Converts an answer of the proxy to `kind`. Raises AskError if the answer has other fields, as from another
-    version.
-    """
+    """Converts an answer of the proxy to `kind`. Raises AskError if the fields differ, for example in another version."""
     try:
         return msgspec.convert(found, kind)
     except (msgspec.ValidationError, UnicodeError) as error:

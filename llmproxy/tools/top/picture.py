@@ -47,12 +47,12 @@ HELP = {
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a section: at most a fifth of the width, except the last column, which gets the rest."""
+    """A column of a section. Its width is at most a fifth of the section, except the last column, which gets the rest."""
 
     title: str
     words: bool = False
     least: int = 0
-    """The narrowest terminal that shows it."""
+    """Least width in columns of a terminal that shows this column."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +81,14 @@ def picture(
     more: Section | None = None,
     foot: Sequence[Text] | None = None,
 ) -> RenderableType:
-    """Returns the document as a picture of `width` columns and at most `height` lines. Without a height, all lines are
-    shown.
+    """Returns the document as a picture of `width` columns and at most `height` lines; without a height, all lines.
 
-    `choices` replace the other sections if the view shows choices, and otherwise fill the lines that are left below.
-    `trouble` is a warning that the document is old. `more` is shown after the replicas. `foot` follows the sections at
-    once; without it, the keys are in the last line of the screen.
+    Args:
+        choices: Placement decisions. They replace the other sections if the view shows choices, else fill the free
+            lines.
+        trouble: A warning that the document is old.
+        more: A section shown after the replicas.
+        foot: Lines directly after the sections. None: the keys, in the last line of the screen.
     """
     head = _head(document, view, width, height, trouble)
     if view.help:
@@ -120,8 +122,8 @@ def picture(
 
 
 def _shares(wanted: Sequence[int], room: int | None) -> list[int]:
-    """Returns the rows for each section. The sections get rows one after the other until each has its wanted rows or
-    `room` lines are used.
+    """Returns the number of rows for each section. Sections get one row each in turn, until all have their wanted rows
+    or `room` lines are used.
     """
     if room is None:
         return list(wanted)
@@ -168,7 +170,7 @@ def _head(document: Document, view: View, width: int, height: int | None, troubl
 
 
 def _wrapped(text: Text, width: int, most: int) -> list[Text]:
-    """At most `most` lines of the text; an ellipsis marks a cut."""
+    """Wraps a text into at most `most` lines; an ellipsis marks a cut."""
     # The width is known, so a console of that width wraps as the terminal's will.
     lines = text.wrap(Console(width=width), width)
     if len(lines) > most:
@@ -185,7 +187,7 @@ def _foot(view: View) -> Text:
 
 
 def _help() -> list[Section]:
-    """The sections about keys and columns."""
+    """Returns the sections that explain keys and columns."""
     keys = [[Text(key), Text(does)] for key, (_, does) in KEYS.items()]
     meanings = [[Text(name), Text(meaning)] for name, meaning in HELP.items()]
     return [
@@ -303,7 +305,7 @@ def _event(one: Event, document: Document) -> list[Text]:
 
 
 def _choices(explained: Explained, view: View) -> Section:
-    """Returns the newest placement decisions of all pools, each with a line per candidate."""
+    """Returns the newest placement decisions of all pools, each with one line for each candidate."""
     rows = []
     for one in sorted((one for pool in explained.pools for one in pool.choices), key=lambda one: one.age_s):
         if view.shows(one.request, one.model or "", one.chosen or ""):
@@ -320,7 +322,7 @@ def priced(backend: str, price: str, fits: bool, chosen: str | None) -> Text:
 
 
 def _table(section: Section, count: int, width: int) -> Table:
-    """The first `count` lines of a section; if rows are left out, the last line has their number."""
+    """Returns the first `count` lines of a section. If rows are left out, the last line has their number."""
     table = Table(box=None, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="reverse", expand=True)
     shown = [index for index, column in enumerate(section.columns) if width >= column.least]
     for index in shown:
@@ -343,7 +345,7 @@ def _table(section: Section, count: int, width: int) -> Table:
 
 
 def duration(seconds: float | None) -> str:
-    """A time in at most six characters."""
+    """Formats a time in at most six characters."""
     if seconds is None:
         return "-"
     if seconds < 0.9995:

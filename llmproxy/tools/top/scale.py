@@ -27,7 +27,7 @@ TERMS = ("work", "ahead", "queue", "seats", "kv", "adapters")
 
 
 def scale(found: dict[str, Any]) -> RenderableType:
-    """The answer of `/scale` as tables. Raises AskError if the answer does not fit, as from another version."""
+    """Draws the answer of `/scale` as tables. Raises AskError if the fields differ, for example in another version."""
     try:
         pools = found["pools"]
         if not pools:
@@ -60,7 +60,7 @@ def _pools(pools: list[dict[str, Any]]) -> Table:
 
 
 def _terms(pools: list[dict[str, Any]]) -> Table:
-    """Replicas that each part of the work would need alone."""
+    """Lists the replicas that each part of the work would need alone."""
     table = _table("replicas for", *TERMS, "prompts", "answers")
     for pool in pools:
         if pool["terms"]:
@@ -70,7 +70,7 @@ def _terms(pools: list[dict[str, Any]]) -> Table:
 
 
 def _groups(pools: list[dict[str, Any]]) -> Table:
-    """The groups of replicas of all pools that have groups."""
+    """Lists the groups of replicas of all pools that have groups."""
     table = _table("group", "pool", "up", "needs", "wants", "cost")
     for pool in pools:
         for name, one in pool["groups"].items():
@@ -81,7 +81,7 @@ def _groups(pools: list[dict[str, Any]]) -> Table:
 
 
 def _roles(pools: list[dict[str, Any]]) -> Table:
-    """The replicas for prompts and for answers, of all pools that have roles."""
+    """Lists the prefill and decode replicas of all pools that have roles."""
     table = _table("role", "pool", "up", "needs", "wants")
     for pool in pools:
         for name, one in pool["roles"].items():

@@ -15,7 +15,7 @@ from llmproxy.tools.top.picture import duration, priced
 
 
 def story(found: Mapping[str, Any]) -> RenderableType:
-    """Draws the answer of `/debug/requests?request=`. Raises AskError if the answer does not fit, as from another
+    """Draws the answer of `/debug/requests?request=`. Raises AskError if the fields differ, for example in another
     version.
     """
     try:
@@ -54,7 +54,7 @@ def _waits(waits: Mapping[str, Any]) -> Text:
 
 
 def _attempt(number: int, attempt: Mapping[str, Any]) -> Iterator[Text]:
-    """The moments of an attempt, in seconds from the arrival of the request."""
+    """Yields the events of an attempt, with their times in seconds after the request arrived."""
     what = f"attempt {number}" if attempt["stage"] == Stage.WHOLE else f"{number}. {attempt['stage']}"
     yield Text(printable(what + (f" on {attempt['backend']}" if attempt["backend"] else "")), "bold")
     ahead = attempt["queued_ahead"]
@@ -107,7 +107,7 @@ def _end(ended: Mapping[str, Any]) -> Text:
 
 
 def _choice(choice: Mapping[str, Any]) -> Iterator[Text]:
-    """The prices of the candidates: the cheapest that fits is chosen."""
+    """Yields the price of each candidate. The cheapest candidate with a free slot is chosen."""
     yield Text()
     yield Text(printable(f"choice in {choice['pool']}, {duration(choice['age_s'])} ago; prices:"), "bold")
     for one in choice["candidates"]:

@@ -34,7 +34,7 @@ COLUMNS: dict[str, tuple[Callable[[Backend], Any], bool]] = {
 
 @dataclass(slots=True)
 class View:
-    """State that keys change and `picture` draws."""
+    """The user's settings, which keys change and `picture` reads."""
 
     column: str = "replica"
     reverse: bool = False
@@ -88,7 +88,7 @@ class View:
         return COLUMNS[self.column][1] is not self.reverse
 
     def ordered(self, backends: tuple[Backend, ...]) -> list[Backend]:
-        """The replicas to show, in order; replicas without a value come last."""
+        """Returns the replicas to show, sorted. Replicas without a value come last."""
         value = COLUMNS[self.column][0]
         shown = sorted((one for one in backends if self.shows(one.backend)), key=lambda one: one.backend)
         known = [one for one in shown if value(one) is not None]

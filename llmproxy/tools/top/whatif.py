@@ -47,7 +47,9 @@ def weights_of(given: Sequence[str]) -> dict[str, float]:
 
 
 def whatif(seen: Document, weights: Mapping[str, float]) -> RenderableType:
-    """The present rate of each flow, and its rate under `weights`. Raises AskError without shared weights or flows."""
+    """Returns a table of the rate of each flow, now and under `weights`. Raises AskError if there are no flows, if
+    `weights` names an unknown flow, or if the proxy does not share tokens by weight.
+    """
     if seen.fairness != "fair_share":
         raise AskError(f"scheduling.fairness is {seen.fairness}, which shares no tokens by weight")
     known = sorted({one.flow for one in seen.flows})
@@ -77,7 +79,7 @@ def whatif(seen: Document, weights: Mapping[str, float]) -> RenderableType:
 
 
 def _changes(seen: Document) -> list[str]:
-    """Return a warning if the fleet changed within the minute that was measured, else nothing."""
+    """Returns a warning if backends changed within the measured minute, else an empty list."""
     since_s = seen.now_s - seen.minute.span_s
     changed = (one for one in seen.events if one.event in STATE_EVENTS | {"backend_removed"} and one.at_s > since_s)
     if (last := next(changed, None)) is None:
@@ -91,7 +93,9 @@ def _changes(seen: Document) -> list[str]:
 
 
 def _shares(flows: Sequence[Flow], weights: Mapping[str, float]) -> dict[str, float]:
-    """Divides the present total rate of a band's flows by weight. No flow gets more than it can use."""
+    """Divides the present total rate of a band's flows by weight. A flow without waiting requests gets at most its
+    present rate.
+    """
     claims = {
         one.flow: Claim(weights.get(one.flow, one.weight), inf if one.waiting else one.tokens_per_s) for one in flows
     }
@@ -106,7 +110,7 @@ class Claim(NamedTuple):
 
 
 def max_min(capacity: float, claims: Mapping[str, Claim]) -> dict[str, float]:
-    """Return how much of `capacity` each flow gets, in the unit of `capacity`.
+    """Returns the part of `capacity` that each flow gets, in the unit of `capacity`.
 
     No flow gets more than its demand. Flows that get less than their demand get equal shares per unit of weight, and no
     other flow gets more per unit. This is progressive filling (Bertsekas and Gallager, "Data Networks", section 6.5.2).
