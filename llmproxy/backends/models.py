@@ -33,8 +33,8 @@ def parse_listing(body: bytes, taken_at_s: float) -> Generator[None, None, Listi
     """Parses the model cards in their order, with all their fields.
 
     A card without a `parent` is a base model. Yields after at most some milliseconds of work. Raises ValueError, with a
-    reason for people, if the answer is no model list or exceeds `CARDS_MAX`, `COMMAS_MAX` or `CARD_BYTES_MAX` (one
-    card).
+    reason for people, if the answer is no model list or exceeds `CARDS_MAX`, `COMMAS_MAX` or, in a card,
+    `CARD_BYTES_MAX`.
     """
     if (commas := body.count(b",")) > COMMAS_MAX:
         raise ValueError(f"the model list has {commas} commas, more than the {COMMAS_MAX} that are accepted")

@@ -160,7 +160,7 @@ class BackendRegistry:
         return {self._backends[name].url: limit for name, limit in known if name in self._backends and among(name)}
 
     def drained(self) -> set[str]:
-        """Returns the names of backends that an operator drained, including those that have not joined yet."""
+        """Returns the names of backends that an operator drained, also of backends that have not joined yet."""
         return {name for name, member in self._members.items() if member.drained} | self._drained_before
 
     def _set_drained(self, member: _Member, *, drained: bool) -> None:

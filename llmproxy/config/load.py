@@ -84,7 +84,7 @@ def validated(top: type[S], document: Document, origins: Mapping[Place, str]) ->
 
 
 def warnings_of(path: Path, config: Config) -> list[str]:
-    """Returns a line for each setting in the file that has no effect or an old name. `config` was loaded from `path`."""
+    """Returns a line for each setting in the file at `path` that has no effect or an old name."""
     document = Document(path)
     found = [(document.line(place), f"{dotted(place)}{reason}") for place, reason in find_idle(config)]
     return [f"{document.at(line)}: warning: {warning}" for line, warning in sorted(found + document.old_names())]

@@ -55,12 +55,12 @@ class Combined:
         self._logged: frozenset[EntryProblem] = frozenset()
 
     def take(self, config: Config) -> None:
-        """Applies a new configuration with the same Kubernetes entries. Raises ConfigError, and then changes nothing."""
+        """Applies a new configuration with the same Kubernetes entries. Raises ConfigError and then changes nothing."""
         self._combine(config)
         self._given = config
 
     def take_entries(self, entries: Entries) -> None:
-        """Applies the same configuration with new Kubernetes entries. Logs the changes, or why they were not applied."""
+        """Applies new Kubernetes entries to the same configuration. Logs the changes, or why they are not applied."""
         before, self._entries = self._config, entries
         try:
             self._combine(self._given)
@@ -84,7 +84,7 @@ class Combined:
 
 
 class Reloader:
-    """Reloads the configuration, and logs the changes or the problems. One reload runs at a time.
+    """Reloads the configuration, and logs the changes or the problems. Never runs two reloads at a time.
 
     Args:
         apply: Applies a configuration, or raises ConfigError and changes nothing.

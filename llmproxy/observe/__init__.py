@@ -1,1 +1,1 @@
-"""Metrics, logs, traces, and the history that the page shows. Contains no policy."""
+"""Metrics, logs, traces, and the history that the page shows."""

@@ -1,8 +1,8 @@
-"""The decision log: one line of JSON for each scheduled request, written when the request has ended.
+"""The decision log: a line of JSON for each scheduled request, written at its end.
 
-Each line has the laboratory's trace format, with the decision and its reasons, so that a log can be replayed against
-another policy. Times are seconds since the log was opened; `wall_time` in the header says when that was. No line holds
-a prompt, an answer or a key. A request whose answer has no known length has no `output_tokens`.
+The lines have the laboratory's trace format, with the decision and its reasons, so that the log can be replayed under
+another policy. Times are seconds since the log was opened, at `wall_time` of the header. No line has a prompt, an
+answer or a key. `output_tokens` is missing if the length of the answer is unknown.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _log = structlog.get_logger()
 
 
 def open_to_append(path: Path) -> FileIO:
-    """Opens a file for appending. Raises OSError, also for a path that is no regular file."""
+    """Opens a file for appending. Raises OSError, also if the path is no regular file."""
     if path.exists() and not path.is_file():
         raise OSError(f"{path} is not a regular file")
     # Readable too: the last byte shows whether the last line is complete.
@@ -37,12 +37,15 @@ def open_to_append(path: Path) -> FileIO:
 
 
 class DecisionLog(LineWriter[RequestExit]):
-    """Writes the decision log to one file, on a thread.
+    """Writes the decision log to a file, on a thread.
 
-    `sample` (0..1) is the share of requests to write, chosen by a hash of the request id, so that all logs with the
-    same share have the same requests. Times count from `origin_s` on the clock of the exit records. `on_lost` is
-    called, on any thread, with the number of lines that could not be written. Raises OSError if the header cannot be
-    written; a later failure is logged once and loses only its lines.
+    Args:
+        sample: Share (0..1) of requests to write. A hash of the request id decides, so that several logs have the same
+            requests.
+        origin_s: Zero of the times, on the clock of the exit records.
+        on_lost: Called with the number of lost lines, on any thread.
+
+    Raises OSError if the header cannot be written. A later failure is logged once and loses only its lines.
     """
 
     def __init__(self, file: FileIO, sample: float, origin_s: float, on_lost: Callable[[int], None]) -> None:
@@ -60,7 +63,7 @@ class DecisionLog(LineWriter[RequestExit]):
         self.start()
 
     def record(self, ended: RequestExit) -> None:
-        """Queue the line of a request that was scheduled and is in the sample. Never waits."""
+        """Queues the line of a scheduled request in the sample. Never waits."""
         if ended.expected_prompt_tokens is not None and self._sampled(ended.request_id):
             self.put(ended)
 

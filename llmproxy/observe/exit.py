@@ -46,11 +46,11 @@ _NEVER_GRANTED = AttemptRecord()
 
 
 class RequestExit(Struct, kw_only=True, omit_defaults=True):
-    """The record of a request: begun at its arrival, filled while it is served, and read by the log, the metrics, the
-    pages and the traces at its end. Nothing changes it afterwards.
+    """The record of a request, begun at its arrival and complete at its end. Log, metrics, pages and traces read it
+    then.
 
-    Holds no text of the prompt or the answer, and no key, only its name. If a request is refused before it is
-    scheduled, values that are not known yet are None, such as band and estimate.
+    It has no text of the prompt or the answer, and only the name of the key. Values that are unknown when a request is
+    refused, such as band and estimate, are None.
     """
 
     # The request.
@@ -105,11 +105,11 @@ class RequestExit(Struct, kw_only=True, omit_defaults=True):
     trace: TraceContext | None = None
 
     def end(self, outcome: Outcome, status: int, error: str) -> None:
-        """Set the result, which a later failure may replace."""
+        """Sets the result, which a later failure may replace."""
         self.outcome, self.status, self.error = outcome, status, error
 
     def time_split(self) -> None:
-        """Set the prefill fields of a split request from its last two attempts."""
+        """Sets the prefill fields of a split request from its last two attempts."""
         if len(self.tried) < 2 or self.last.stage is not Stage.DECODE:
             return
         prefill, decode = self.tried[-2:]
@@ -121,7 +121,7 @@ class RequestExit(Struct, kw_only=True, omit_defaults=True):
         self.handover_s = None if began_s is None else began_s - prefill.ended_s
 
     def later(self, by_s: float) -> RequestExit:
-        """Returns a copy with all points in time moved by `by_s` seconds, to convert between clocks."""
+        """Returns a copy with all instants `by_s` seconds later, to convert between clocks."""
 
         def moved(at_s: float | None) -> float | None:
             return None if at_s is None else at_s + by_s
@@ -155,7 +155,7 @@ class RequestExit(Struct, kw_only=True, omit_defaults=True):
 
     @property
     def known_prompt_tokens(self) -> int | None:
-        """Prompt tokens as the engine counted them, else the estimate."""
+        """The prompt tokens that the engine counted, else the estimate."""
         return self.prompt_tokens or self.expected_prompt_tokens
 
     @property
@@ -187,7 +187,7 @@ class RequestExit(Struct, kw_only=True, omit_defaults=True):
 
 
 def shortened(error: str) -> str | None:
-    """Limit the length of an error for a record; None for an empty one."""
+    """Shortens an error for a record; None for an empty error."""
     # The limit applies to JSON, where escapes turn one character into up to twelve.
     if len(error) > _BEGINNING_CHARS and len(json.dumps(error)) > ERROR_CHARS_MAX:
         return f"{error[:_BEGINNING_CHARS]}... ({len(error)} characters)"
@@ -198,10 +198,10 @@ class ExitSink(Protocol):
     """Receives exit records and counts."""
 
     def record(self, ended: RequestExit) -> None:
-        """Record one finished request."""
+        """Records a finished request."""
 
     def attempted(self, backend: str, verdict: Verdict) -> None:
-        """Count one attempt."""
+        """Counts an attempt."""
 
     def log_lines_lost(self, lines: int) -> None:
-        """Count lines that the standard error of a process could not take."""
+        """Counts lines that standard error lost."""

@@ -13,10 +13,9 @@ BATCH_S = 0.01
 
 
 class ExitBatch:
-    """Collects records for `BATCH_S`, and passes each of them to all `readers`.
+    """Collects records for `BATCH_S`, and passes each to all `readers`.
 
-    A record costs half as much in a batch, because the first record brings the code and the data of a reader into the
-    caches of the processor.
+    A record costs half as much in a batch, because the code and data of each reader are in the processor's caches.
     """
 
     def __init__(self, *readers: Callable[[RequestExit], None]) -> None:
@@ -25,13 +24,13 @@ class ExitBatch:
         self._timer: asyncio.TimerHandle | None = None
 
     def record(self, ended: RequestExit) -> None:
-        """Queue the record of a finished request."""
+        """Queues the record of a finished request."""
         self._ended.append(ended)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(BATCH_S, self.flush)
 
     def flush(self) -> None:
-        """Pass on all queued records now. An error about a record is logged, and the other records are passed on."""
+        """Passes on all queued records now. Logs an error about a record, and goes on with the next record."""
         if self._timer is None:
             return
         self._timer.cancel()

@@ -1,4 +1,4 @@
-"""The table of the fields of `RequestExit`: its log line, JSON form, decision log and metrics are made from it."""
+"""The table of the fields of `RequestExit`, from which its log line, decision log and metrics are made."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ _names, _agents = ShownNames(), ShownNames()
 
 
 class Shape(NamedTuple):
-    """How to write the values of a field: as text of the log, as JSON of the log, and in the decision log. None writes
-    the value unchanged."""
+    """Functions that format the values of a field: as text of the log, as JSON of the log, and for the decision log.
+    None leaves the value unchanged.
+    """
 
     text: Callable[[Any], str]
     json: Callable[[Any], Any] | None = None
@@ -24,19 +25,19 @@ class Shape(NamedTuple):
 
 
 class Feed(NamedTuple):
-    """A metric that a field changes. `metric` is its name in `metrics`, which defines its kind, buckets and labels.
+    """A metric that a field changes.
 
     A request without tenant or backend changes no series with that label.
     """
 
-    metric: str
+    metric: str  # Name in `metrics`, which defines its kind, buckets and labels.
     given: tuple[str, ...] = ()  # Values of the labels that are not in `_NAMES`, in order.
     amount: str = "value"  # Expression that counters add and histograms observe.
     when: str = "True"  # Expression: the condition of the change.
 
 
 class Field(NamedTuple):
-    """A field of the exit record. Fields that are None are left out everywhere."""
+    """A field of the exit record. It is left out if it is None."""
 
     source: str  # Path of the attribute in `RequestExit`.
     shape: Shape
@@ -70,7 +71,7 @@ def _tokens(direction: str) -> tuple[Feed, ...]:
 
 
 def _comparisons(time: str, predicted: str, observed: str = "True") -> tuple[Feed, ...]:
-    """Returns feeds that compare a time with its prediction. `observed` is a further condition."""
+    """Returns feeds that compare a time with its prediction. The condition `observed` must also be true."""
     when = f"{predicted} is not None and value > 0.0 and {observed}"
     return (
         Feed("prediction_seconds_total", (time, "predicted"), f"{predicted}.expected_s", when),
@@ -177,15 +178,15 @@ _BEGIN = ("def fill(ended):", "    last = ended.last")
 
 
 def _read(field: Field) -> str:
-    """The expression for the value of a field, valid after the lines of `_BEGIN`."""
+    """Returns the expression for the value of a field, valid after the lines of `_BEGIN`."""
     return f"ended.{field.source}".replace("ended.last.", "last.")
 
 
 def _compiled(begin: str, step: Callable[[int, Field], str]) -> Callable[[RequestExit], Any]:
     """Compiles a function that adds the fields of the log line to `begin`, with one statement per field.
 
-    A loop over the table would take 1.5 times as long for every request. `step` returns the statement for the field
-    with a number. The statement reads `value` and changes `made`.
+    A loop over the table would take 1.5 times as long. `step` returns the statement for a field, from its number; the
+    statement reads `value` and changes `made`.
     """
     scope: dict[str, Any] = {}
     lines = [*_BEGIN, f"    made = {begin}"]
@@ -209,7 +210,7 @@ exit_fields: Callable[[RequestExit], dict[str, Any]] = _compiled(
 
 
 def decision_fields(ended: RequestExit, origin_s: float) -> dict[str, Any]:
-    """The fields of a line of the decision log; seconds are rounded to 1 us, instants count from `origin_s`."""
+    """Returns the fields of a decision log line. Durations are rounded to 1 us; instants count from `origin_s`."""
     fields = {}
     for field, value in zip(_DECISION, _decision_values(ended), strict=True):
         if value is None or (field.optional and not value):
@@ -237,7 +238,7 @@ _NAMES = {
 def exit_recorder(
     series: Mapping[str, Counts | Distributions], models: Callable[[str], str], tenants: Callable[[str], str]
 ) -> Callable[[RequestExit], None]:
-    """Compile a function that counts one request in `series`. `models` and `tenants` bound the values of labels."""
+    """Compiles a function that counts a request in `series`. `models` and `tenants` limit the values of labels."""
     scope: dict[str, Any] = {"models": models, "tenants": tenants, **series}
     lines = [*_BEGIN, *(f"    {label} = {source}" for label, source in _NAMES.items())]
     for field in FIELDS:

@@ -1,7 +1,7 @@
-"""The server metrics of OpenTelemetry's GenAI conventions as Prometheus histograms, for existing dashboards.
+"""OpenTelemetry's GenAI server metrics as Prometheus histograms, for existing dashboards.
 
-Names and labels are the same as from OpenTelemetry's exporter for Prometheus. These metrics repeat our own metrics, so
-they are optional.
+OpenTelemetry's exporter for Prometheus writes the same names and labels. The metrics are optional, because they repeat
+`llmproxy_` metrics.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ OPERATIONS = {
     "/v1/completions": "text_completion",
     "/v1/embeddings": "embeddings",
 }
-"""Path -> `gen_ai.operation.name`. The conventions name no other operation that we serve."""
+"""Maps paths to `gen_ai.operation.name`. The conventions name no other operation of this proxy."""
 PROVIDER = "vllm"
 REQUEST_BUCKETS_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 TTFT_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
@@ -46,7 +46,7 @@ class GenAiMetrics:
         registry.register(series)
 
     def record(self, ended: RequestExit) -> None:
-        """Count one request, if its path is in OPERATIONS."""
+        """Counts a request whose path is in OPERATIONS."""
         operation = OPERATIONS.get(ended.path)
         if operation is None:
             return

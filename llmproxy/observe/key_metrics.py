@@ -1,4 +1,4 @@
-"""Counts the requests of each key, to show unused keys. Optional, because each key is a series."""
+"""Counts the requests of each API key, to show unused keys. Optional, because each key is a series."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmproxy.observe.series import Counts
 
 
 class KeyMetrics(Collector):
-    """Counts the requests of each key. `keys` returns (tenant, name) of each configured key."""
+    """Counts the requests of each API key. `keys` returns (tenant, name) of each configured key."""
 
     def __init__(self, registry: CollectorRegistry, keys: Callable[[], Iterable[tuple[str, str]]]) -> None:
         self._keys = keys
@@ -25,7 +25,7 @@ class KeyMetrics(Collector):
             self._requests[ended.tenant, ended.key] += 1
 
     def collect(self) -> Iterator[Metric]:
-        """The counter with a series for each configured key, used or not, and for no other key."""
+        """Yields a counter with a series for each configured key, used or not, and for no other key."""
         known = set(self._keys())
         for gone in self._requests.keys() - known:
             del self._requests[gone]

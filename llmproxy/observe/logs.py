@@ -1,8 +1,8 @@
-"""Logs: one line for each finished request, and one line for each change of state that matters to an operator.
+"""Logs: a line for each finished request, and for each change of state that matters to an operator.
 
-Everything goes to standard error, as text for people or as JSON for machines, one event per line. No event holds a
-prompt, an answer or a key: callers pass names, numbers and reasons only. A serving process writes to standard error on
-a thread (`write_by_thread`), so that a stalled reader blocks nothing.
+Events go to standard error, one per line, as text for people or as JSON. No event has a prompt, an answer or a key:
+callers pass names, numbers and reasons only. A serving process writes on a thread (`write_by_thread`), so that a
+stalled reader blocks nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 FORMATS = ("text", "json")
 EXIT_EVENT = "request"
 BYTES_MAX = 4 << 20
-"""The most bytes of lines that wait for the reader of standard error; further lines are dropped and counted."""
+"""Maximum size of the lines that wait for the reader of standard error. Further lines are dropped and counted."""
 EXIT_S = 1.0
 """How long the process waits for the reader at its end."""
 
@@ -52,10 +52,10 @@ _log = structlog.get_logger()
 
 
 def configure(log_format: str, log_level: str, stream: TextIO | None = None) -> None:
-    """Set up logging for the whole process; may be called again, and the last call counts.
+    """Configures logging for the whole process. The last call counts.
 
-    `log_format` is one of FORMATS, `log_level` one of LEVELS. Text is coloured only on a terminal. Raises KeyError for
-    an unknown level and ValueError for an unknown format.
+    `log_format` is in FORMATS, `log_level` in LEVELS. Text has colours only on a terminal. Raises KeyError for an
+    unknown level and ValueError for an unknown format.
     """
     global _exits
     target = stream if stream is not None else sys.stderr
@@ -85,7 +85,7 @@ def configure(log_format: str, log_level: str, stream: TextIO | None = None) -> 
 
 @contextmanager
 def heard_by(listener: Listener) -> Iterator[None]:
-    """Within this context, `listener` gets the level, name and fields of each log line from level `info` on, except
+    """Passes the level, name and fields of each log line from level `info` on to `listener` during the block, except
     lines of requests.
     """
     _listeners.append(listener)
@@ -96,7 +96,7 @@ def heard_by(listener: Listener) -> Iterator[None]:
 
 
 def _heard_at(level: int, _logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
-    """Passes a line to the listeners, and drops it if it is below the level of the log."""
+    """Passes a line to the listeners, and drops it if it is below the log's level."""
     if event["event"] != EXIT_EVENT and LEVELS.get(method, LEVELS["error"]) >= LEVELS["info"]:
         for listener in _listeners:
             listener(method, str(event["event"]), event)
@@ -106,9 +106,9 @@ def _heard_at(level: int, _logger: WrappedLogger, method: str, event: EventDict)
 
 
 def write_by_thread() -> None:
-    """Move all writes of this process to standard error to a thread, until the process ends.
+    """Makes a thread write to standard error for this process, until it ends.
 
-    Called once, before `configure`, by a process that is going to serve.
+    A process that is going to serve calls this once, before `configure`.
     """
     global _standard_error
     _standard_error = _StandardError(sys.stderr.fileno())
@@ -123,12 +123,12 @@ def write_by_thread() -> None:
 
 
 def take_lines_lost() -> int:
-    """The number of lines that standard error could not take since the last call."""
+    """Returns the number of lines that standard error lost since the last call."""
     return _standard_error.take_lost() if _standard_error is not None else 0
 
 
 def log_exit(ended: RequestExit) -> None:
-    """Writes the log line of a finished request. At the log level `debug`, the line has the reasons of the grant."""
+    """Logs a finished request. At level `debug`, the line has the reasons of the grant."""
     # Most requests complete, and hashing an outcome costs a call.
     outcome = ended.outcome
     level = "info" if outcome is Outcome.COMPLETED else _ALARMING.get(outcome, "info")
@@ -142,18 +142,18 @@ def log_exit(ended: RequestExit) -> None:
 
 
 def log_replaced_id(request_id: str) -> None:
-    """Log that a client's id was replaced by `request_id`, because the client's id does not fit a log line."""
+    """Logs that `request_id` replaces a client's id, which does not fit a log line."""
     hint = "x-request-id should be 1 to 256 printable ASCII characters without spaces"
     _log.warning("request_id_replaced", request_id=request_id, hint=hint)
 
 
 def log_internal(request_id: str, error: BaseException) -> None:
-    """Log a bug of the proxy that one request met, with its traceback."""
+    """Logs a bug of the proxy that one request met, with its traceback."""
     _log.error("internal", request_id=request_id, exc_info=error)
 
 
 class _WallClock:
-    """Makes the time stamps of log lines. The text of a whole second is made only once."""
+    """Makes the timestamps of log lines. Formats each whole second only once."""
 
     __slots__ = ("_at", "_format", "_local", "_prefix")
 
@@ -164,7 +164,7 @@ class _WallClock:
         self._prefix = ""
 
     def now(self) -> tuple[str, float]:
-        """The current time: a timestamp of whole seconds, and the fraction of a second."""
+        """Returns the current time as a timestamp of whole seconds, and the fraction of the second."""
         now = time.time()  # noqa: TID251 - readers of a log want the time of day
         at = int(now)
         if at != self._at:
@@ -174,14 +174,12 @@ class _WallClock:
 
 
 class _Render(Protocol):
-    """The last processor of structlog, which makes the text of a log line. `exit` makes the line of a finished request
-    directly, because it is the most frequent line.
-    """
+    """The last processor of structlog, which formats a log line. `exit` formats the most frequent line directly."""
 
     def __call__(self, logger: WrappedLogger, method: str, event: EventDict, /) -> str: ...
 
     def exit(self, level: str, ended: RequestExit, why: GrantReason | None) -> str:
-        """The line of a finished request, as `__call__` would make it from the event."""
+        """Returns the line of a finished request, equal to the line that `__call__` makes from the event."""
 
 
 class _JsonRender:
@@ -238,7 +236,7 @@ class _TextRender:
 
 
 class _Stream:
-    """A text stream whose failures are ignored: a log that cannot be written must not fail any request."""
+    """A text stream that ignores failures: a log that cannot be written must not fail a request."""
 
     def __init__(self, target: TextIO) -> None:
         self._target = target
@@ -275,7 +273,7 @@ class _StandardError(LineWriter[bytes]):
 
 
 class _LinesToWriter(RawIOBase):
-    """The raw stream below the text stream of standard error: passes each line to the writer."""
+    """The raw stream under standard error's text stream. Passes each line to the writer."""
 
     def __init__(self, writer: _StandardError) -> None:
         self._writer = writer
@@ -319,7 +317,7 @@ _exits: _Exits | None = None
 
 
 class _LibraryHandler(logging.Handler):
-    """Logs records of libraries, from the standard `logging` module. They are rare and never part of a request."""
+    """Logs the rare records that libraries write by `logging`."""
 
     def emit(self, record: logging.LogRecord) -> None:
         level = next((name for name in ("error", "warning", "info") if record.levelno >= LEVELS[name]), "debug")

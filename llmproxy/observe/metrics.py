@@ -1,7 +1,7 @@
 """All `llmproxy_` metrics; `docs/reference/metrics.md` explains each.
 
-Counters and histograms change as things happen, most of them with the exit record of a request. Gauges are read from
-the dispatcher at a scrape, so that they never drift from its state.
+Most counters and histograms change with the exit record of a request. Gauges are read from the dispatcher at a scrape,
+so that they never drift from its state.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from llmproxy.observe.series import Counts, Distributions, SeriesCollector
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 LABELS_MAX = 200
-"""The most values of a label that comes from configurations or clients (`model`, `tenant`, `limit`), `other` included.
-Further values are counted as `other`."""
+"""Maximum number of values of `model`, `tenant` or `limit`, including `other`, which has all further values. Clients
+could invent any number."""
 
 OTHER = "other"
 
@@ -41,7 +41,7 @@ DECISION_BUCKETS_S = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 
 
 @dataclass(frozen=True, slots=True)
 class QueueState:
-    """The waiting requests of one band. `longest_s` is the wait of the oldest request."""
+    """The waiting requests of one band. `longest_s` is the wait of the oldest."""
 
     band: str
     requests: int
@@ -51,7 +51,7 @@ class QueueState:
 
 @dataclass(frozen=True, slots=True)
 class BackendState:
-    """A backend at the moment of a scrape. A value from the engine is None until its metrics have been read."""
+    """A backend at a scrape. A value from the engine is None until its metrics have been read."""
 
     backend: str
     in_flight: int
@@ -70,7 +70,7 @@ class BackendState:
 
 @dataclass(frozen=True, slots=True)
 class ShardState:
-    """The pools of one leader (a shard), as one member of a cluster sees them."""
+    """The pools of one leader, as a cluster member sees them."""
 
     pool: str  # "" for all pools without a lock of their own.
     leads: bool
@@ -165,7 +165,7 @@ _SHARD_GAUGES: tuple[tuple[str, str, Callable[[ShardState], float | None]], ...]
     ("last_leaderless_seconds", "Time without a leader before the current leader.", lambda one: one.gap_s),
     ("lock_unreachable", "1 while the lock of the cluster cannot be asked.", lambda one: one.lock_away),
 )
-"""Each has the label `pool`, which is empty for all pools without a lock of their own."""
+"""(Name, help, value) of each gauge with the label `pool`, which is empty for all pools without their own lock."""
 
 
 def _cluster(shards: Sequence[ShardState]) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
@@ -227,7 +227,7 @@ def _most(blocked: Mapping[str, int]) -> Iterator[tuple[str, int]]:
 
 
 class Capped:
-    """Bounds the values of one label: values beyond LABELS_MAX become `other`."""
+    """Replaces values of a label beyond the first LABELS_MAX by `other`."""
 
     def __init__(self, *known: str) -> None:
         self._known = {*known, OTHER}
@@ -284,7 +284,7 @@ def _result(ok: bool) -> str:
 
 
 class Metrics:
-    """The metrics of one process, in a separate registry. Every scrape calls `state`, on the thread of the scrape."""
+    """The metrics of one process, in a separate registry. Each scrape calls `state`, on the scrape's thread."""
 
     def __init__(self, state: Callable[[], LiveState]) -> None:
         # The library would add a time of creation to every series, a third more lines of no use.
@@ -329,28 +329,26 @@ class Metrics:
         self._counts["poll_failures_total"][backend, trouble.value] += 1
 
     def adapter_changed(self, backend: str, action: str, ok: bool) -> None:
-        """Counts one request to a backend to `load` or `unload` an adapter. `ok`: the backend carried it out."""
+        """Counts a request to `load` or `unload` an adapter. `ok`: the backend did so."""
         self._counts["adapter_changes_total"][backend, action, _result(ok)] += 1
 
     def reloaded(self, ok: bool) -> None:
-        """Counts one reload of the configuration. `ok`: the new configuration is in use."""
+        """Counts a reload of the configuration. `ok`: the new configuration is in use."""
         self._counts["config_reloads_total"][_result(ok),] += 1
         self._reload_ok.set(ok)
         if ok:
             self._reloaded_at.set_to_current_time()
 
     def replica_started(self, pool: str, took_s: float) -> None:
-        """Record that a new backend serves, `took_s` after its first failed poll."""
+        """Records that a new backend began to serve `took_s` after its first failed poll."""
         self._starts[self._pool(pool),].observe(took_s)
 
     def looked(self, source: str, ok: bool) -> None:
-        """Counts one query of a source of backends."""
+        """Counts a query of a source of backends."""
         self._counts["discovery_lookups_total"][source, _result(ok)] += 1
 
     def forget_backend(self, backend: str) -> None:
-        """Drops the series of a removed backend. Otherwise the number of series would grow without limit as addresses
-        change.
-        """
+        """Drops the series of a removed backend. Otherwise each new address would add series for ever."""
         for series in self._series.values():
             for labels in [labels for labels in series if series.labels[:1] == ("backend",) and labels[0] == backend]:
                 del series[labels]
@@ -359,22 +357,22 @@ class Metrics:
         self._counts["workers_lost_total"][()] += 1
 
     def decisions_lost(self, lines: int) -> None:
-        """Count lines that the decision log could not take; may be called from any thread."""
+        """Counts lines that the decision log lost. May be called from any thread."""
         self._decisions_lost.inc(lines)
 
     def spans_lost(self, spans: int) -> None:
-        """Count spans that were not sent; may be called from any thread."""
+        """Counts spans that were not sent. May be called from any thread."""
         self._spans_lost.inc(spans)
 
     def log_lines_lost(self, lines: int) -> None:
-        """Count lines that the standard error of a process could not take."""
+        """Counts lines that standard error lost."""
         self._counts["log_lines_lost_total"][()] += lines
 
     def decided(self, seconds: float) -> None:
-        """Records how long one scheduling pass took."""
+        """Records the duration of a scheduling pass."""
         self._decision.observe(seconds)
 
     def page(self) -> bytes:
-        """The metrics page as text, of the content type `CONTENT_TYPE`."""
+        """Returns the metrics page, as text of the type `CONTENT_TYPE`."""
         self.log_lines_lost(logs.take_lines_lost())
         return generate_latest(self.registry)

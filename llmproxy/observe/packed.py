@@ -1,4 +1,4 @@
-"""Records and messages as MessagePack, also with texts that are not UTF-8 and integers beyond 64 bits."""
+"""Encodes records and messages as MessagePack, also with texts that are not UTF-8 and integers beyond 64 bits."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ INTEGER_MAX = (1 << 64) - 1
 
 
 def packed(value: object) -> bytes:
-    """Encode `value` as MessagePack. Texts that are not UTF-8 are escaped, and different texts stay different.
-    Integers that do not fit become INTEGER_MAX."""
+    """Encodes `value` as MessagePack. Escapes texts that are not UTF-8; different texts stay different. Larger integers
+    become INTEGER_MAX.
+    """
     try:
         return _ENCODER.encode(value)
     except (UnicodeEncodeError, OverflowError):
@@ -19,7 +20,7 @@ def packed(value: object) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a string of a subclass, such as a header name, to a plain string."""
+    """Converts a string of a subclass, such as a header name, to a plain string."""
     if isinstance(value, str):
         return str(value)
     raise NotImplementedError(type(value).__name__)
@@ -29,7 +30,7 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
 
 
 def _bounded(value: Any) -> Any:
-    """Plain data with all texts in UTF-8 and all integers in 64 bits."""
+    """Returns plain data with all texts in UTF-8 and all integers within 64 bits."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, int):

@@ -1,7 +1,7 @@
-"""Fast counters and histograms for one thread, exported as metrics of prometheus_client.
+"""Fast counters and histograms for one thread, exported as prometheus_client metrics.
 
-The library's own metrics take a lock for each addition and search their buckets from the first one, which was half the
-cost of counting a request. Here an addition changes a number in a dict. Scrapes must run on the same thread.
+The library's own metrics take a lock for each addition and search their buckets from the first, half the cost of
+counting a request. Here, an addition changes a number in a dict. Scrapes must run on the same thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Labels = tuple[str, ...]
 
 
 class Counts(defaultdict[Labels, float]):
-    """A counter: label values -> count. A series appears with its first addition; without labels, at once."""
+    """A counter. Maps label values to counts. A series appears with its first addition; without labels, at once."""
 
     def __init__(self, name: str, text: str, labels: Labels) -> None:
         super().__init__(float)
@@ -36,7 +36,9 @@ class Counts(defaultdict[Labels, float]):
 
 
 class Distribution:
-    """A series of a histogram: the number of values per bucket, and their sum. A bucket includes its upper bound."""
+    """A series of a histogram: the number of values in each bucket, and their sum. A bucket includes its upper
+    bound.
+    """
 
     __slots__ = ("_bounds", "counts", "sum")
 
@@ -51,9 +53,9 @@ class Distribution:
 
 
 class Distributions(dict[Labels, Distribution]):
-    """A histogram: label values -> series. Without `bounds`, a summary of count and sum.
+    """A histogram. Maps label values to series. Without `bounds`, a summary of count and sum.
 
-    `bounds` are the upper bounds of the buckets, ascending, without infinity.
+    `bounds` are the ascending upper bounds of the buckets, without infinity.
     """
 
     def __init__(self, name: str, text: str, bounds: tuple[float, ...], labels: Labels) -> None:
@@ -82,8 +84,6 @@ class Distributions(dict[Labels, Distribution]):
 
 
 class SeriesCollector(Collector):
-    """Collects its metrics in the order of their creation."""
-
     def __init__(self) -> None:
         self._series: list[Counts | Distributions] = []
 

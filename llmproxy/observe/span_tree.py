@@ -1,7 +1,7 @@
-"""The spans of one request, made from its exit record: the request, its waits, and its attempts. No prompt or key.
+"""The spans of one request, made from its exit record: the request, its waits and its attempts.
 
-Attributes follow the OpenTelemetry conventions (HTTP, stable; GenAI, in development). All others begin with
-`llmproxy.`.
+Attributes follow the OpenTelemetry conventions (HTTP, stable; GenAI, in development); others begin with `llmproxy.`. No
+attribute has a prompt or a key.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 
 class SpanTree:
-    """Makes the spans of requests that came in by `scheme` (http or https)."""
+    """Makes the spans of requests received by `scheme` (http or https)."""
 
     def __init__(self, scheme: str) -> None:
         self._scheme = scheme
@@ -38,7 +38,7 @@ class SpanTree:
         self._scope = InstrumentationScope("llmproxy", __version__)
 
     def spans(self, ended: RequestExit) -> list[ReadableSpan]:
-        """The spans of a sampled request. The first span covers the whole request."""
+        """Returns the spans of a sampled request. The first covers the whole request."""
         trace, arrived_s, ended_s = ended.trace, ended.arrived_s, ended.ended_s
         assert trace is not None
         assert arrived_s is not None
@@ -156,7 +156,7 @@ def _context(trace_id: str, span_id: str, *, is_remote: bool) -> SpanContext:
 
 
 def _operation(path: str) -> str:
-    """Returns `gen_ai.operation.name`: for a path that the conventions do not name, its last part."""
+    """Returns `gen_ai.operation.name`. For a path unknown to the conventions, this is the last part of the path."""
     return OPERATIONS.get(path) or path.rpartition("/")[2]
 
 
@@ -165,7 +165,7 @@ def _attempt_name(ended: RequestExit) -> str:
 
 
 def _queue_attributes(ended: RequestExit, attempt: AttemptRecord) -> dict[str, Any]:
-    """Returns the attributes of a wait. For a wait without a grant, `attempt` is an empty record."""
+    """Returns the attributes of a wait. `attempt` is empty for a wait without a grant."""
     attributes: dict[str, Any] = {
         "llmproxy.band": ended.band,
         "llmproxy.flow": ended.flow,
@@ -217,7 +217,9 @@ def _predicted(time: str, predicted: Predicted | None) -> dict[str, float]:
 
 
 def _attempt_error(attempt: AttemptRecord) -> str | None:
-    """The `error.type` of a failed attempt. Preempted attempts, and attempts whose client left, have not failed."""
+    """Returns the `error.type` of a failed attempt. Preempted attempts, and attempts whose client left, have
+    not failed.
+    """
     if attempt.status is not None and attempt.status >= 400:
         return str(attempt.status)
     return None if attempt.verdict is None or attempt.verdict in _NO_FAILURES else attempt.verdict.value

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 BATCH_SPANS = 32
-"""The most spans in one message: encoding more at once would block the event loop, which shares the interpreter."""
+"""Maximum spans in a message: encoding more at once would block the event loop, which shares the interpreter lock."""
 REQUESTS_MAX = 2_048
-"""The most requests that wait for the thread; the spans of further requests are dropped and counted."""
+"""Maximum requests that wait for the thread. Spans of further requests are dropped and counted."""
 LINGER_S = 0.5
 """How long a batch that is not full waits for the next request."""
 CLOSE_S = 5.0
@@ -36,7 +36,9 @@ _log = structlog.get_logger()
 
 
 def exporter_class(environ: Mapping[str, str] = os.environ) -> Any:
-    """The exporter class for the protocol in the environment. Raises ConfigError if it is unknown or not installed."""
+    """Returns the exporter class for the environment's protocol. Raises ConfigError if it is unknown or not
+    installed.
+    """
     variables = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
     protocol = next((environ[name].strip() for name in variables if environ.get(name, "").strip()), "http/protobuf")
     if protocol not in _EXPORTERS:
@@ -52,22 +54,23 @@ def exporter_class(environ: Mapping[str, str] = os.environ) -> Any:
 
 
 def check(config: Config) -> None:
-    """Raise ConfigError if the configured tracing lacks its library, or if the environment is invalid."""
+    """Raises ConfigError if the library of the configured tracing is missing, or if the environment is invalid."""
     if Sampler.of(config) is not None:
         exporter_class()
 
 
 def started(scheme: str, on_lost: Callable[[int], None]) -> SpanExport:
-    """Start the export for requests that come in by `scheme` (http or https). Loads its libraries, which takes a
-    moment."""
+    """Starts the export for requests received by `scheme` (http or https). Loads its libraries, which takes a
+    moment.
+    """
     from llmproxy.observe.span_tree import SpanTree
 
     return SpanExport(exporter_class()(), SpanTree(scheme).spans, on_lost)
 
 
 class _Reasons(logging.Handler):
-    """Stores the last message of the export library, which logs each failed attempt. The proxy's log has one line per
-    outage.
+    """Stores the last message of the export library, which logs each failed attempt. The proxy logs one line
+    per outage.
     """
 
     def __init__(self) -> None:
@@ -79,10 +82,9 @@ class _Reasons(logging.Handler):
 
 
 class SpanExport:
-    """Sends the spans of sampled requests through `exporter`, on a thread of its own.
+    """Sends the spans of sampled requests through `exporter`, on a thread.
 
-    `spans` makes the spans of a request. `on_lost` is called, on any thread, with the number of spans that were not
-    sent.
+    `spans` makes the spans of a request. `on_lost` is called with the number of lost spans, on any thread.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class SpanExport:
         self._thread.start()
 
     def record(self, ended: RequestExit) -> None:
-        """Queue a sampled request that has ended; never waits."""
+        """Queues a finished sampled request. Never waits."""
         if ended.trace is None or not ended.trace.sampled:
             return
         if self._ended.qsize() < REQUESTS_MAX:
@@ -112,7 +114,7 @@ class SpanExport:
             self._on_lost(_count(ended))
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Send the queued spans within `timeout_s`. The rest is lost."""
+        """Sends the queued spans within `timeout_s`. The rest is lost."""
         self._ended.put(None)
         self._thread.join(timeout_s)
         # Ends the pause between two attempts to send, and refuses every further batch.
@@ -162,7 +164,7 @@ class SpanExport:
 
 
 def _count(ended: RequestExit) -> int:
-    """Returns the number of spans of a request: its own span, two for each attempt, and another for a wait without a
+    """Returns the number of spans of a request: itself, two for each attempt, and another for a wait without a
     grant.
     """
     return 1 + 2 * len(ended.tried) + (ended.queued_s is not None)

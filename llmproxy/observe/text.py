@@ -9,7 +9,7 @@ _is_word = re.compile(r"[!#-<>-~]+").fullmatch
 
 
 def shown(value: object) -> str:
-    """A value as one printable word, which can neither begin a new line nor control the terminal."""
+    """Formats a value as one printable word, which can neither begin a new line nor control the terminal."""
     if isinstance(value, str):
         if _is_word(value):
             return value
@@ -26,7 +26,7 @@ def shown(value: object) -> str:
 
 
 class ShownNames(dict[str, str]):
-    """Caches `shown` for names that many requests share. Bounded, because clients send names too."""
+    """Caches `shown` for frequent names. Bounded, because clients send names too."""
 
     NAMES_MAX = 1_024
     NAME_CHARS_MAX = 256
@@ -39,7 +39,7 @@ class ShownNames(dict[str, str]):
 
 
 def shown_seconds(value: float) -> str:
-    """The text of `round(value, 4)`, in half the time."""
+    """Returns `str(round(value, 4))` in half the time."""
     text = "%.4f" % value  # noqa: UP031 - the fastest of the ways to format
     # A shorter text of the same number may exist beyond 15 digits, and `round` leaves no zero at the end.
     return text if text[-1] != "0" and len(text) <= 16 else str(round(value, 4))

@@ -1,6 +1,6 @@
 """The trace context of a request (W3C Trace Context): its parent, whether it is sampled, and the headers for backends.
 
-While a request runs, only the context is made. A thread makes the spans later, from the record of the request.
+A running request has only this context. A thread makes its spans later, from the exit record.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from llmproxy.config import Config, ConfigError
 
 TRACE_FIELDS = frozenset({"traceparent"})
 BEGUN_FIELDS = TRACE_FIELDS | {"tracestate"}
-"""Client headers that backends do not get if the trace begins here: `tracestate` belongs to the client's trace."""
+"""Client headers that backends do not get if the trace begins here. `tracestate` belongs to the client's trace."""
 RATIO = 0.1
-"""The default share of sampled traces among the traces that begin here."""
+"""Default share of sampled traces, if the trace begins here."""
 SAMPLERS: Mapping[str, tuple[bool, float | None]] = {
     "always_on": (False, 1.0),
     "always_off": (False, 0.0),
@@ -26,7 +26,7 @@ SAMPLERS: Mapping[str, tuple[bool, float | None]] = {
     "parentbased_always_off": (True, 0.0),
     "parentbased_traceidratio": (True, None),
 }
-"""Sampler of the OpenTelemetry specification -> whether the parent decides, and the ratio. None: the ratio is read from
+"""Maps samplers of the OpenTelemetry specification to (whether the parent decides, ratio). None: the ratio is in
 OTEL_TRACES_SAMPLER_ARG."""
 
 # Version 00 ends after the flags, later ones may go on. Version ff and ids of zeros are invalid.
@@ -45,7 +45,7 @@ class TraceContext(Struct, frozen=True):
     linked: tuple[str, str] | None = None  # (trace, span) of a client that is not trusted.
 
     def traceparent(self, span_id: str) -> str:
-        """The `traceparent` header that makes `span_id` the parent of the receiver's spans."""
+        """Returns the `traceparent` header that makes `span_id` the parent of the receiver's spans."""
         return f"00-{self.trace_id}-{span_id}-{'01' if self.sampled else '00'}"
 
     @property
@@ -57,8 +57,8 @@ class TraceContext(Struct, frozen=True):
 class Sampler:
     """Decides the trace of a request, and whether it is sampled.
 
-    With `by_parent`, the sampling flag of the client's span decides, and `ratio` applies only to traces that begin
-    here. Otherwise `ratio` applies to all traces. The trace id decides, so two processes agree about a trace.
+    With `by_parent`, the client's sampling flag decides, and `ratio` applies only to traces that begin here. Otherwise
+    `ratio` applies to all traces. The trace id decides, so that two processes agree about a trace.
     """
 
     def __init__(self, by_parent: bool, ratio: float) -> None:
@@ -67,7 +67,7 @@ class Sampler:
 
     @classmethod
     def of(cls, config: Config, environ: Mapping[str, str] = os.environ) -> Sampler | None:
-        """The sampler of the environment, None without tracing. Raises ConfigError for an unknown sampler."""
+        """Returns the environment's sampler, None without tracing. Raises ConfigError for an unknown sampler."""
         if not config.tracing or environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
             return None
         name = environ.get("OTEL_TRACES_SAMPLER", "").strip() or "parentbased_traceidratio"
@@ -77,7 +77,7 @@ class Sampler:
         return cls(by_parent, _ratio(environ.get("OTEL_TRACES_SAMPLER_ARG", "")) if ratio is None else ratio)
 
     def begin(self, traceparents: Sequence[str], believed: bool) -> TraceContext:
-        """Returns the context of one request. It continues the client's trace only if the client is `believed`.
+        """Returns the context of a request. Continues the client's trace only if the client is `believed`.
 
         An invalid `traceparent`, or more than one, counts as none.
         """

@@ -1,4 +1,4 @@
-"""Writes lines to a file or a pipe on a thread, so that no slow disk or reader blocks the event loop."""
+"""Writes lines to a file or pipe on a thread, so that a slow disk or reader never blocks the event loop."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from threading import Event, RLock, Thread
 from typing import Generic, TypeVar
 
 WRITE_BYTES = PIPE_BUF
-"""The most bytes of whole lines in one write: writes of this size to a shared pipe do not mix."""
+"""Maximum bytes of a write of whole lines: the kernel does not mix such writes to a shared pipe."""
 LINGER_S = 0.02
 """How long the thread gathers lines between two writes. The first line after a pause is written at once."""
 CLOSE_S = 5.0
@@ -20,7 +20,7 @@ Line = TypeVar("Line")
 
 
 class LineWriter(ABC, Generic[Line]):
-    """Writes lines in order on a separate thread, which `start` starts once.
+    """Writes lines in order on a thread, which `start` starts once.
 
     Lines beyond a total size of `size_max`, and lines that the file refuses, are dropped and counted. A blocking file
     descriptor stays blocking, because other processes may share the open file.
@@ -43,21 +43,21 @@ class LineWriter(ABC, Generic[Line]):
 
     @abstractmethod
     def _encoded(self, line: Line) -> bytes:
-        """The bytes of a line, with its end."""
+        """Encodes a line, with its end."""
 
     @abstractmethod
     def _failed(self, error: OSError) -> None:
-        """Called on the thread when a write fails, unless the write before it failed too."""
+        """Handles a failed write on the thread, unless the write before it failed too."""
 
     @abstractmethod
     def _resumed(self, lost: int) -> None:
-        """Called on the thread when lines can be written again. `lost` is the number of dropped lines."""
+        """Handles, on the thread, that lines can be written again after `lost` lines were dropped."""
 
     def start(self) -> None:
         self._thread.start()
 
     def put(self, line: Line, size: int = 1) -> None:
-        """Queue one line; never waits. May be called from any thread."""
+        """Queues a line. Never waits. May be called from any thread."""
         with self._lock:
             if self._size + size > self._size_max:
                 self._lose(1)
@@ -69,13 +69,13 @@ class LineWriter(ABC, Generic[Line]):
             self._wake.put(None)
 
     def take_lost(self) -> int:
-        """The number of lines lost since the last call."""
+        """Returns the number of lines lost since the last call."""
         with self._lock:
             lost, self._lost = self._lost, 0
         return lost
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Write the waiting lines and close the file, unless that takes longer than `timeout_s`."""
+        """Writes the waiting lines and closes the file, unless that takes longer than `timeout_s`."""
         self._closing.set()
         self._wake.put(None)
         self._thread.join(timeout_s)

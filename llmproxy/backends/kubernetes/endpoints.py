@@ -146,7 +146,7 @@ def pod_backends(place: Place, pods: Iterable[Pod], refuse: Refuse = _ignored) -
 
 
 def pool_backends(place: Place, pool: InferencePool, pods: Iterable[Pod], refuse: Refuse = _ignored) -> list[Instance]:
-    """Returns the servers of an InferencePool: one for each pod and each target port that the pod's annotation allows."""
+    """Returns the servers of an InferencePool: each pod serves on each target port that its annotation allows."""
     numbers = [port.number for port in pool.spec.target_ports if port.number]
     found = []
     for pod in filter(_serves, pods):

@@ -103,7 +103,7 @@ class InferencePool(Struct, frozen=True):
 
 
 class CustomObject(Struct, frozen=True):
-    """A custom object. Its `spec` is decoded later, so that one invalid object does not make the whole list unreadable."""
+    """A custom object. Its `spec` is decoded later, so that an invalid object does not make the list unreadable."""
 
     metadata: Metadata
     spec: Any = None

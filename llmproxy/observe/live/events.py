@@ -1,6 +1,6 @@
 """Recent log lines about the state of the proxy and its backends, for the live page.
 
-They are collected where log lines are written, so that page and log agree. Lines of single requests are not included.
+Events are collected where log lines are written, so that page and log agree. Lines about single requests are left out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ EJECTED = "backend_ejected"
 STATE_EVENTS = frozenset(
     {"backend_down", EJECTED, "backend_up", "backend_back", "backend_drained", "backend_undrained"}
 )
-"""Events that change whether a backend takes requests."""
+"""Events after which a backend begins or stops to take requests."""
 
 
 class Event(Struct, frozen=True):
@@ -45,7 +45,7 @@ class Events:
 
     @property
     def last(self) -> int:
-        """The serial number of the newest event; 0 without any."""
+        """The serial number of the newest event; 0 without events."""
         return self._kept[-1].serial if self._kept else 0
 
     def note(self, level: str, name: str, fields: Mapping[str, object], at_s: float) -> None:

@@ -1,7 +1,6 @@
-"""Time series in memory: one value a second for the last 15 minutes, one per ten seconds for the last day.
+"""Time series in memory: a value per second for 15 minutes, and a value per ten seconds for a day.
 
-Each series is a column of 32-bit floats, which a browser can draw without conversion. A column takes 38 KB. `NaN` means
-no value, so that gaps stay visible.
+Each series is a column of 32-bit floats (38 KB), which a browser draws without conversion. NaN means a gap.
 """
 
 from __future__ import annotations
@@ -20,17 +19,15 @@ COLUMNS_MAX = 560
 
 
 class Stretch(Struct, frozen=True):
-    """A range of time of several columns. Each column has `rows` values: one every `step_s`, the first at the second
-    `from_s`.
-
-    `values` has the columns one after the other, as little-endian 32-bit floats.
+    """A range of time of several columns. Each column has `rows` values, every `step_s` seconds from second
+    `from_s` on.
     """
 
     names: tuple[str, ...]
     from_s: int
     step_s: int
     rows: int
-    values: bytes
+    values: bytes  # Column after column, as little-endian 32-bit floats.
 
 
 class _Column:
@@ -43,10 +40,10 @@ class _Column:
 
 
 class History:
-    """A row of values for each second of a monotonic clock.
+    """Maps each second of a monotonic clock to a row of named values.
 
-    In the history of a day, ten seconds become one value: the highest value in the columns `*/NAME` for each NAME in
-    `worst`, the mean in all others. Columns with a prefix in `fleeting` are the first to be dropped for new columns.
+    Ten seconds become one value for the history of a day: the mean, or the maximum in columns `*/NAME` for each NAME in
+    `worst`. Columns with a prefix in `fleeting` are dropped first when there are too many columns.
     """
 
     def __init__(self, worst: Iterable[str] = (), fleeting: tuple[str, ...] = ()) -> None:
@@ -58,7 +55,7 @@ class History:
 
     @property
     def last_s(self) -> int:
-        """The second of the newest row; -1 without any."""
+        """The second of the newest row; -1 without rows."""
         return self._last_s
 
     @property
@@ -66,7 +63,7 @@ class History:
         return tuple(self._columns)
 
     def append(self, second: int, row: Mapping[str, float]) -> None:
-        """Add the row of a second. A row that is not newer than the last row is ignored."""
+        """Adds the row of a second, if the row is newer than the last row."""
         if second <= self._last_s:
             return
         if self._last_s < 0:
@@ -88,8 +85,7 @@ class History:
     def read(self, prefixes: Iterable[str], span_s: int) -> Stretch:
         """Returns the last `span_s` seconds of the columns whose names begin with one of `prefixes`.
 
-        A span of up to SECONDS has one value per second. A longer span has one value per ten seconds, without the ten
-        seconds in progress.
+        A span of up to SECONDS has a value per second, a longer span a value per ten complete seconds.
         """
         wanted = tuple(prefixes)
         names = tuple(name for name in self._columns if name.startswith(wanted))
@@ -108,7 +104,7 @@ class History:
         return Stretch(names, first * step_s, step_s, rows, bytes(values))
 
     def _make_room(self, row: Mapping[str, float]) -> None:
-        """Adds the columns of a new row. If there are too many, drops columns without recent values: fleeting columns
+        """Adds the columns of a new row. If there are too many, drops columns without recent values: `fleeting` columns
         first, then the columns whose last value is oldest.
         """
         new = [name for name in row if name not in self._columns]

@@ -1,7 +1,7 @@
-"""Requests that ended in the last minute: times of each band, tokens of each backend and each flow, outcomes.
+"""Requests that ended in the last minute: times per band, tokens per backend and flow, outcomes.
 
-Each request is counted when it ends, in the sums of its second and nowhere else. When a second is over, its sums are
-added to the sums of the minute, and the sums of the oldest second are subtracted.
+A request is counted once, in the sums of the second in which it ended. After each second, its sums are added to the
+minute, and the sums of the oldest second are subtracted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ REFUSED = frozenset(
 CLIENT_ERRORS = frozenset({Outcome.BAD_REQUEST, Outcome.UNKNOWN_MODEL, Outcome.UNAUTHORIZED, Outcome.TOO_LARGE})
 
 NO_FAILURES = frozenset({Verdict.SERVED, Verdict.CLIENT_GONE, Verdict.PREEMPTED, Verdict.LOCAL_FAILURE})
-"""Verdicts for which the backend cannot be blamed."""
+"""Verdicts that are no failure of the backend."""
 
 LEAST_S = 1e-4
 """Times up to this are in the first bucket."""
@@ -47,9 +47,9 @@ _HALF = 2.0 / (1.0 + 1.0 / _GROWTH)
 
 
 def kind_of(ended: RequestExit) -> str:
-    """The kind of a request's end: `completed`, `refused` by the proxy, `client_error`, `cancelled`, else `failed`.
+    """Returns how a request ended: `completed`, `refused` by the proxy, `client_error`, `cancelled`, else `failed`.
 
-    An engine's own 4xx answer is a client error.
+    An engine's 4xx answer is a client error.
     """
     outcome = ended.outcome
     if outcome is Outcome.COMPLETED:
@@ -62,14 +62,14 @@ def kind_of(ended: RequestExit) -> str:
 
 
 def bucket_of(seconds: float) -> int:
-    """Returns the histogram bucket of a time. Buckets grow by 2 %, so the middle of a bucket is within 1 % of each of
+    """Returns the histogram bucket of a time. Buckets grow by 2 %, so the middle of a bucket is within 1 % of
     its times.
     """
     return int(log(seconds) * _SCALE + _OFFSET) if seconds > LEAST_S else 0
 
 
 def quantile(buckets: Counter[int], share: float) -> float | None:
-    """The quantile `share` of the times in `buckets`, within 1 %; None without any time."""
+    """Returns the quantile `share` of the times in `buckets`, within 1 %; None without times."""
     total = buckets.total()
     if not total:
         return None
@@ -82,7 +82,7 @@ def quantile(buckets: Counter[int], share: float) -> float | None:
 
 
 class BandSums:
-    """The requests of one band: how they ended, their objectives, and the buckets of their times."""
+    """The requests of one band: their ends, their objectives, and buckets of their times."""
 
     __slots__ = ("kinds", "met", "missed", "tpot_s", "ttft_s", "wait_s")
 
@@ -95,10 +95,10 @@ class BandSums:
 
 
 class BackendSums:
-    """The attempts of one backend, and the tokens of the requests that ended on it.
+    """The attempts on one backend, and the tokens of the requests that ended on it.
 
-    `first_us` is the sum of the times to first token, and `firsts` their number. `token_us` is the sum of the times per
-    token, and `streams` their number. Times are integer microseconds, because sums of floats drift.
+    `first_us` is the sum of `firsts` times to first token, `token_us` the sum of `streams` times per token. Both are
+    integer microseconds, because sums of floats drift.
     """
 
     __slots__ = (
@@ -111,17 +111,17 @@ class BackendSums:
 
     @property
     def ttft_s(self) -> float | None:
-        """The mean time from the grant to the first token; None without any."""
+        """The mean seconds from grant to first token; None without any."""
         return self.first_us / self.firsts * 1e-6 if self.firsts else None
 
     @property
     def tpot_s(self) -> float | None:
-        """The mean time per token after the first; None without any."""
+        """The mean seconds per token after the first; None without any."""
         return self.token_us / self.streams * 1e-6 if self.streams else None
 
 
 class FlowSums:
-    """The requests of one flow of a band, their tokens, and their queue time in microseconds.
+    """The requests of one flow in a band, their tokens, and their queue time in microseconds.
 
     `weight` is the weight of the newest request.
     """
@@ -134,15 +134,15 @@ class FlowSums:
 
     @property
     def wait_s(self) -> float:
-        """The mean time in the queue, also of requests that were refused there."""
+        """The mean seconds in the queue, also of requests that were refused there."""
         return self.wait_us / self.ends * 1e-6 if self.ends else 0.0
 
 
 class Sums:
-    """Sums over requests that ended within some time. `flows` has the keys (band, flow).
+    """Sums over requests that ended within some time. `flows` maps (band, flow) to sums.
 
     `errors` counts predicted times to first token, and `error_ratio` is the sum of their relative errors. `outcomes`
-    counts only requests that the proxy refused or that failed.
+    counts only refused and failed requests.
     """
 
     def __init__(self) -> None:
@@ -160,7 +160,7 @@ class Sums:
         return self.backends.get(name) or BackendSums()
 
     def kind(self, kind: str) -> int:
-        """The number of requests of a kind, in all bands together."""
+        """Returns the number of requests of a kind, in all bands."""
         return sum(band.kinds[kind] for band in self.bands.values())
 
     def add(self, ended: RequestExit) -> None:
@@ -225,7 +225,7 @@ class Sums:
         flow.weight = weight
 
     def merge(self, other: Sums, sign: int) -> None:
-        """Add `other`, or subtract it if `sign` is -1. Backends and flows that become empty are dropped."""
+        """Adds `other`, or subtracts it if `sign` is -1. Drops backends and flows that become empty."""
         for name, one in other.bands.items():
             band = self.bands.setdefault(name, BandSums())
             band.met += sign * one.met
@@ -270,7 +270,7 @@ def _merge(mine: Counter[str] | Counter[int], theirs: Counter[str] | Counter[int
 
 
 class Minute:
-    """The sums of the last minute. `total` covers the last `span_s` whole seconds, `second` the last whole second."""
+    """The sums of the last minute. `total` covers `span_s` whole seconds, `second` the last of them."""
 
     def __init__(self) -> None:
         self.total = Sums()
@@ -284,7 +284,8 @@ class Minute:
         self._running.add(ended)
 
     def tokens_per_s(self, backend: str, since_s: float | None) -> tuple[float, float]:
-        """Return the prompt and output tokens a second of the requests that ended on `backend` in the last minute.
+        """Returns the prompt and output tokens per second of the requests that ended on `backend` within the last
+        minute.
 
         Leaves out requests that ended before `since_s`. Divides by at least one second.
         """

@@ -1,4 +1,4 @@
-"""The requests of the last ten minutes, so that a page can explain each request by its id.
+"""Requests of the last ten minutes, so that a page can explain each by its id.
 
 They are stored as bytes, which take a third of the memory of objects and cost the garbage collector nothing.
 """
@@ -25,7 +25,7 @@ RECORD_BYTES = 240
 
 
 class RecentRequests:
-    """The exit records of recent requests, and wait reasons of requests that left without a backend."""
+    """The exit records of recent requests, and the wait reasons of requests that left without a backend."""
 
     def __init__(self) -> None:
         self._kept: deque[tuple[float, str, type, bytes]] = deque()
@@ -39,7 +39,7 @@ class RecentRequests:
         self._keep(at_s, ended.request_id, ended)
 
     def left(self, request_id: str, waited: Waited, at_s: float) -> None:
-        """Store why a request waited. It left without a backend at `at_s`, on the clock of the loop."""
+        """Stores why a request waited that left without a backend at `at_s`, on the event loop's clock."""
         self._keep(at_s, request_id, waited)
 
     def _keep(self, at_s: float, request_id: str, value: RequestExit | Waited) -> None:
@@ -53,12 +53,12 @@ class RecentRequests:
         return (_ended(data) for _, _, kind, data in reversed(self._kept) if kind is RequestExit)
 
     def find(self, request_id: str) -> RequestExit | None:
-        """The newest request of this id, None if none is stored."""
+        """Returns the newest record of a request id, None without one."""
         data = self._newest(request_id, RequestExit)
         return None if data is None else _ended(data)
 
     def waited(self, request_id: str) -> Waited | None:
-        """Returns why a request with this id waited before it left without a backend; None if no record is stored."""
+        """Returns why a request waited before it left without a backend, None without a record."""
         data = self._newest(request_id, Waited)
         return None if data is None else _waited(data)
 

@@ -1,4 +1,4 @@
-"""Writes one row of the history each second, from the state of the scheduler and the requests that ended."""
+"""Writes a row of the history each second, from the scheduler's state and the finished requests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from llmproxy.scheduling.dispatcher import Dispatcher
 BACKENDS_MAX = 64
 """The most backends with columns in the history; a page shows the current state of all."""
 FLOWS_MAX = 20
-"""The history has columns for this many flows with the most tokens, and for as many with the longest waits."""
+"""Number of flows with the most tokens that have columns in the history, and of flows with the longest waits."""
 STATES = {"up": 0.0, "starting": 1.0, "drained": 2.0, "leaving": 3.0, "ejected": 4.0, "down": 5.0}
 """The states of a backend as numbers, the worst last."""
 
@@ -33,7 +33,7 @@ Statuses = Callable[[], Sequence[BackendStatus]]
 
 
 class Recorder:
-    """Collects everything that the live pages show. `statuses` returns the status of every backend."""
+    """Collects the data of the live pages. `statuses` returns the status of every backend."""
 
     def __init__(self, dispatcher: Dispatcher, statuses: Statuses, band_names: Callable[[], Mapping[int, str]]) -> None:
         self.dispatcher = dispatcher
@@ -58,7 +58,7 @@ class Recorder:
                 self._loop.call_soon_threadsafe(note)
 
     async def run(self) -> None:
-        """Write a row at each full second, until cancelled."""
+        """Writes a row at each full second, until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             now = loop.time()
@@ -66,7 +66,7 @@ class Recorder:
             self.tick(loop.time())
 
     def tick(self, now: float) -> None:
-        """Write the row of the second that ends at `now`."""
+        """Writes the row of the second that ends at `now`."""
         second = round(now) - 1
         if second <= self.history.last_s:
             return
@@ -79,7 +79,7 @@ class Recorder:
         self.minute.record(ended)
 
     def left(self, request: Request, waited: Waited) -> None:
-        """Store why a request waited, for a request that left without a backend."""
+        """Stores why a request waited that left without a backend."""
         self.recent.left(request.label, waited, self._loop.time())
 
     def band(self, level: int) -> str:

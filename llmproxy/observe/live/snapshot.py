@@ -33,11 +33,14 @@ EVENTS_MAX = 40
 
 
 class LiveSnapshot:
-    """Builds the JSON document of the current second.
+    """Builds the JSON document of the current second. Its field `nameless` counts requests for models that no backend
+    lists yet.
 
-    `instance` names this process. `clock` is the event loop's clock, `wall` the time of day. `cluster` returns the
-    leader and the members of the cluster, None for a proxy without a cluster. In the document, `nameless` counts
-    requests that wait for a model that no backend lists yet.
+    Args:
+        instance: The name of this process.
+        clock: The event loop's clock.
+        wall: The time of day.
+        cluster: Returns the leader and the members of the cluster, None without a cluster.
     """
 
     def __init__(
@@ -54,7 +57,7 @@ class LiveSnapshot:
         self._packed: bytes | None = None
 
     def document(self, *, packed: bool = False) -> bytes:
-        """The document as JSON, compressed by gzip if `packed`."""
+        """Returns the document as JSON, compressed by gzip if `packed`."""
         if self._second != self._recorder.history.last_s or not self._plain:
             self._second = self._recorder.history.last_s
             self._plain, self._packed = dumped(self.content()), None
@@ -66,11 +69,11 @@ class LiveSnapshot:
 
     @property
     def epoch_s(self) -> float:
-        """The Unix time, in seconds, at which the clock of the history was 0."""
+        """The Unix time in seconds at which the history's clock was 0."""
         return self._wall() - self._clock()
 
     def content(self) -> dict[str, Any]:
-        """The document; all times in seconds, `now_s` and the times of events on the clock of the history."""
+        """Returns the document. Durations are in seconds; `now_s` and event times are on the history's clock."""
         recorder, now = self._recorder, self._clock()
         pools = recorder.dispatcher.pools
         seen = pools.snapshot(now, FLOWS_WAITING_MAX)
@@ -120,7 +123,7 @@ class LiveSnapshot:
         }
 
     def _changes(self) -> dict[str, Event]:
-        """Maps each backend to the event that began its current state. Of repeated ejections, the first counts."""
+        """Maps each backend to the event that began its current state; after repeated ejections, to the first."""
         found: dict[str, Event] = {}
         settled: set[str] = set()
         for event in self._recorder.events.newest_first():
@@ -257,7 +260,7 @@ class LiveSnapshot:
         }
 
     def _flows(self, seen: Snapshot) -> list[dict[str, Any]]:
-        """The flows of the last minute, each with its share of the tokens and the weights in its band."""
+        """Lists the flows of the last minute. Each has its share of its band's tokens, and of its band's weights."""
         recorder, minute = self._recorder, self._recorder.minute
         total = minute.total
         waiting: dict[tuple[str, str], FlowSnapshot] = {
@@ -294,7 +297,7 @@ class LiveSnapshot:
 
 
 def dumped(content: object) -> bytes:
-    """`content` as JSON. Names from clients may not be UTF-8."""
+    """Encodes `content` as JSON. Names from clients may not be UTF-8."""
     try:
         return orjson.dumps(content)
     except TypeError:
@@ -339,7 +342,7 @@ def _limit(limit: Any) -> dict[str, Any]:
 
 
 def event_fields(event: Event, epoch_s: float) -> dict[str, Any]:
-    """Return an event as JSON fields. `time` is in UTC (ISO 8601)."""
+    """Returns an event as JSON fields. `time` is in UTC (ISO 8601)."""
     at = datetime.fromtimestamp(epoch_s + event.at_s, UTC)
     return {
         "serial": event.serial,
@@ -358,5 +361,5 @@ def _quantiles(buckets: Counter[int]) -> dict[str, float | None]:
 
 
 def _rounded(value: float | None, digits: int) -> float | None:
-    """Round a value; None for infinity and NaN, which JSON does not have."""
+    """Rounds a value; None for infinity and NaN, which JSON does not have."""
     return None if value is None or not isfinite(value) else round(value, digits)

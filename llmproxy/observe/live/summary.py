@@ -12,10 +12,9 @@ from llmproxy.observe.live.minute import REFUSED, Sums
 OK, WARNING, BAD = "ok", "warning", "bad"
 NAMES_SHOWN = 3
 SLOWER = 1.5
-"""The text names replicas that take at least this many times as long as their pool. With several kinds of GPU, this is
-normal."""
+"""Slowdown against its pool from which the text names a replica. With several kinds of GPU, this is normal."""
 FAILS, FAILURES_MIN = 0.05, 3
-"""The text names replicas that failed at least this share and this number of attempts in the last minute."""
+"""Share and number of failed attempts in the last minute from which the text names a replica."""
 
 
 def summary_of(
@@ -34,12 +33,12 @@ def summary_of(
 
     Args:
         pools, statuses: The current state.
-        reasons: Why each backend is in its state.
-        bands: Level -> name of the band.
-        nameless: Requests that wait for a model that no backend lists yet.
+        reasons: Maps backends to the reasons of their states.
+        bands: Maps bands to names.
+        nameless: Number of requests that wait for a model that no backend lists yet.
         learned: Speeds that the placement learned.
         minute: Requests that ended in the last minute.
-        led: False for a member of a cluster without a leader.
+        led: False for a cluster member without a leader.
         alone: True if such a member decides by itself.
     """
     parts: list[tuple[str, str]] = []
@@ -113,7 +112,7 @@ def _failing(up: Sequence[BackendStatus], minute: Sums) -> list[tuple[str, str]]
 
 
 def _ended(minute: Sums) -> list[tuple[str, str]]:
-    """Requests that were refused or failed, with their most frequent outcome. A used-up rate limit is no warning."""
+    """Returns texts about refused and failed requests, with their levels. A used-up rate limit is no warning."""
     parts = []
     total = _count(sum(band.kinds.total() for band in minute.bands.values()), "request")
     for kind, word in (("refused", "were refused"), ("failed", "failed")):
@@ -132,7 +131,9 @@ def _backends(statuses: Sequence[BackendStatus], state: str, reasons: dict[str, 
 
 
 def _slow(paces: Mapping[str, float | None], learned: Sequence[BackendPace]) -> list[str]:
-    """Return a sentence about replicas that are slow now, or that the placement found slow for prompts; else []."""
+    """Returns a sentence about replicas that are slow now, or that the placement found slow for prompts; else an empty
+    list.
+    """
     now = sorted((-pace, name) for name, pace in paces.items() if pace is not None and pace >= SLOWER)
     prompts = sorted(
         (-one.prefill_factor, one.backend) for one in learned if one.step_factor < SLOWER <= one.prefill_factor

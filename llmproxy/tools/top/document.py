@@ -154,7 +154,7 @@ Read = TypeVar("Read", bound=Struct)
 
 
 def read(found: dict[str, Any], kind: type[Read]) -> Read:
-    """Converts an answer of the proxy to `kind`. Raises AskError if the fields differ, for example in another version."""
+    """Converts an answer of the proxy to `kind`. Raises AskError if the fields differ, as in another version."""
     try:
         return msgspec.convert(found, kind)
     except (msgspec.ValidationError, UnicodeError) as error:

@@ -47,7 +47,7 @@ HELP = {
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a section. Its width is at most a fifth of the section, except the last column, which gets the rest."""
+    """A column of a section. Its width is at most a fifth of the section; the last column gets the rest."""
 
     title: str
     words: bool = False
