@@ -5,19 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from llmproxy.observe.exit import RequestExit
-from llmproxy.scheduling.attempts import AttemptRecord
+from llmproxy.scheduling.attempt import Attempt
 
 
 def exit_of(**fields: Any) -> RequestExit:
     """Returns a record with these fields, some of them of its only attempt. Raises TypeError for an unknown field."""
     parts = [
-        {name: fields.pop(name) for name in part.__struct_fields__ if name in fields}
-        for part in (RequestExit, AttemptRecord)
+        {name: fields.pop(name) for name in part.__struct_fields__ if name in fields} for part in (RequestExit, Attempt)
     ]
     if fields:
         raise TypeError(f"no field {', '.join(fields)}")
     if parts[1]:
-        parts[0]["tried"] = (AttemptRecord(**parts[1]),)
+        parts[0]["tried"] = (Attempt(**parts[1]),)
     return RequestExit(**parts[0])
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from enum import StrEnum
 from typing import Protocol
 
 from msgspec import Struct
@@ -11,38 +9,14 @@ from msgspec.structs import replace
 
 from llmproxy.core.domain import Outcome, Slo, Stage, Verdict
 from llmproxy.observe.trace_context import TraceContext
-from llmproxy.scheduling.attempts import AttemptRecord
+from llmproxy.scheduling.attempt import Attempt, Split
 
 UNKNOWN_MODEL = "unknown"
 """Replaces a model name that is not in the catalogue: names that clients invent never become labels."""
 ATTEMPTS_MAX = 16
 """The most attempts in a record; the latest ones are kept."""
-ERROR_CHARS_MAX = 2_000
-"""The most characters of an error, which may quote a client. A pipe may mix a line of more than 4 KB with lines of
-other processes."""
-_BEGINNING_CHARS = 160
 
-
-class Split(StrEnum):
-    """How a request was served in a pool with roles, or why it was not split.
-
-    All values except the first two name a failure, after which one backend served the whole request.
-    """
-
-    SPLIT = "split"  # Prefill and decode on two backends.
-    WHOLE = "whole"  # A single backend, because that was cheaper or the only possibility.
-    PREFILL_FAILED = "prefill_failed"
-    PREFILL_REFUSED = "prefill_refused"
-    NO_PARAMETERS = "no_parameters"
-    BAD_PARAMETERS = "bad_parameters"
-    LATE = "late_parameters"
-    UNREACHABLE = "unreachable"
-    TRANSFER_FAILED = "transfer_failed"
-    DECODE_FAILED = "decode_failed"
-    DECODE_REFUSED = "decode_refused"
-
-
-_NEVER_GRANTED = AttemptRecord()
+_NEVER_GRANTED = Attempt()
 
 
 class RequestExit(Struct, kw_only=True, omit_defaults=True):
@@ -78,7 +52,7 @@ class RequestExit(Struct, kw_only=True, omit_defaults=True):
     expected_prompt_tokens: int | None = None  # The scheduler's estimate.
 
     # Its waits and attempts.
-    tried: tuple[AttemptRecord, ...] = ()  # The latest ATTEMPTS_MAX, oldest first; two for a split request.
+    tried: tuple[Attempt, ...] = ()  # The latest ATTEMPTS_MAX, oldest first; two for a split request.
     attempts: int = 0  # Backends tried; the two stages of a split request count once.
     preemptions: int = 0  # Attempts ended in favour of a higher band.
     queue_wait_s: float | None = None  # Queue time of all attempts together; without a grant, from arrival to the end.
@@ -136,7 +110,7 @@ class RequestExit(Struct, kw_only=True, omit_defaults=True):
         return replace(self, tried=tried, queued_s=moved(self.queued_s), arrived_s=moved(self.arrived_s))
 
     @property
-    def last(self) -> AttemptRecord:
+    def last(self) -> Attempt:
         """The last attempt; an empty record without any attempt."""
         return self.tried[-1] if self.tried else _NEVER_GRANTED
 
@@ -184,14 +158,6 @@ class RequestExit(Struct, kw_only=True, omit_defaults=True):
         """Mean seconds between two consecutive chunks; None with fewer than two."""
         streaming_s = self.streaming_s if self.chunks > 1 else None
         return None if streaming_s is None else streaming_s / (self.chunks - 1)
-
-
-def shortened(error: str) -> str | None:
-    """Shortens an error for a record; None for an empty error."""
-    # The limit applies to JSON, where escapes turn one character into up to twelve.
-    if len(error) > _BEGINNING_CHARS and len(json.dumps(error)) > ERROR_CHARS_MAX:
-        return f"{error[:_BEGINNING_CHARS]}... ({len(error)} characters)"
-    return error or None
 
 
 class ExitSink(Protocol):

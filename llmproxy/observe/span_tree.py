@@ -22,7 +22,7 @@ from llmproxy.observe.exit import RequestExit
 from llmproxy.observe.exit_fields import why_fields
 from llmproxy.observe.genai import OPERATIONS
 from llmproxy.observe.trace_context import TraceContext
-from llmproxy.scheduling.attempts import AttemptRecord
+from llmproxy.scheduling.attempt import Attempt
 
 _NO_FAILURES = frozenset({Verdict.SERVED, Verdict.CLIENT_GONE, Verdict.PREEMPTED})
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
@@ -77,7 +77,7 @@ class SpanTree:
             )  # fmt: skip
         if ended.queued_s is not None:
             refused = {"llmproxy.outcome": ended.outcome.value}
-            attributes = _queue_attributes(ended, AttemptRecord()) | refused
+            attributes = _queue_attributes(ended, Attempt()) | refused
             spans.append(made.span("queue", SpanKind.INTERNAL, None, request, ended.queued_s, ended_s, attributes))
         return spans
 
@@ -164,7 +164,7 @@ def _attempt_name(ended: RequestExit) -> str:
     return f"{_operation(ended.path)} {ended.model}"
 
 
-def _queue_attributes(ended: RequestExit, attempt: AttemptRecord) -> dict[str, Any]:
+def _queue_attributes(ended: RequestExit, attempt: Attempt) -> dict[str, Any]:
     """Returns the attributes of a wait. `attempt` is empty for a wait without a grant."""
     attributes: dict[str, Any] = {
         "llmproxy.band": ended.band,
@@ -178,7 +178,7 @@ def _queue_attributes(ended: RequestExit, attempt: AttemptRecord) -> dict[str, A
     return attributes
 
 
-def _attempt_attributes(ended: RequestExit, attempt: AttemptRecord, number: int, *, is_last: bool) -> dict[str, Any]:
+def _attempt_attributes(ended: RequestExit, attempt: Attempt, number: int, *, is_last: bool) -> dict[str, Any]:
     observed_s = None
     if attempt.first_byte_s is not None and attempt.granted_s is not None and ended.stream:
         observed_s = attempt.first_byte_s - attempt.granted_s
@@ -193,7 +193,7 @@ def _attempt_attributes(ended: RequestExit, attempt: AttemptRecord, number: int,
         "http.response.status_code": attempt.status,
         "llmproxy.backend": attempt.backend,
         "llmproxy.stage": None if attempt.stage is Stage.WHOLE else attempt.stage.value,
-        "llmproxy.verdict": None if attempt.verdict is None else attempt.verdict.value,
+        "llmproxy.verdict": attempt.verdict.value,
         "llmproxy.candidates": attempt.candidates,
         "llmproxy.expected_cached_tokens": attempt.expected_cached_tokens,
         **{f"llmproxy.price.{term}": seconds for term, seconds in attempt.terms},
@@ -216,16 +216,14 @@ def _predicted(time: str, predicted: Predicted | None) -> dict[str, float]:
     return {f"llmproxy.predicted.{time}_s": predicted.expected_s, f"llmproxy.predicted.{time}_p90_s": predicted.p90_s}
 
 
-def _attempt_error(attempt: AttemptRecord) -> str | None:
-    """Returns the `error.type` of a failed attempt. Preempted attempts, and attempts whose client left, have
-    not failed.
-    """
+def _attempt_error(attempt: Attempt) -> str | None:
+    """The `error.type` of a failed attempt. Preempted attempts, and attempts whose client left, have not failed."""
     if attempt.status is not None and attempt.status >= 400:
         return str(attempt.status)
-    return None if attempt.verdict is None or attempt.verdict in _NO_FAILURES else attempt.verdict.value
+    return None if attempt.verdict in _NO_FAILURES else attempt.verdict.value
 
 
-def _events(attempt: AttemptRecord, *, retried: bool) -> Iterator[tuple[str, float]]:
+def _events(attempt: Attempt, *, retried: bool) -> Iterator[tuple[str, float]]:
     if attempt.first_byte_s is not None:
         yield "first token", attempt.first_byte_s
     if attempt.ended_s is not None:

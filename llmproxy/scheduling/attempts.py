@@ -8,98 +8,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
 
-from msgspec import Struct, structs
+from msgspec import structs
 
-from llmproxy.core.domain import AdmissionKind, Grant, GrantReason, Predicted, Request, Stage, Verdict
+from llmproxy.core.domain import AdmissionKind, Request, Stage, Verdict
 from llmproxy.core.retry import COMPUTED_MAX, RETRY_WAIT_MIN_S, Again, RetryBudget
+from llmproxy.scheduling.attempt import Attempt
 from llmproxy.scheduling.lease import Lease, Leasing
 
 FAILED_STAGES_MAX = 2
 """Failed stages after which a request is no longer split. Failed stages do not count against the limit of attempts or
 the retry budget, because the proxy chose to split the request."""
 
-
-class AttemptRecord(Struct, kw_only=True, omit_defaults=True):
-    """An attempt, from its wait to its end. Times are on the scheduler's clock, so that their order can be audited."""
-
-    backend: str | None = None
-    stage: Stage = Stage.WHOLE
-    # The attempt waited from `queued_s` to `granted_s`. At its grant, `queued_ahead` requests of its pool still waited.
-    queued_s: float | None = None
-    granted_s: float | None = None
-    queued_ahead: int | None = None
-    # The reason of the grant.
-    why: GrantReason | None = None
-    # The number of backends compared, and the named parts of the chosen backend's score.
-    candidates: int | None = None
-    terms: tuple[tuple[str, float], ...] = ()
-    # Predictions of the placement, None if it predicts nothing. The time to first token starts at the grant.
-    expected_cached_tokens: int | None = None
-    predicted_ttft: Predicted | None = None
-    predicted_tpot: Predicted | None = None
-    # First body byte of an answer that was passed to the client.
-    first_byte_s: float | None = None
-    # The end, or the preemption.
-    ended_s: float | None = None
-    verdict: Verdict | None = None
-    # HTTP status of the backend, None if it sent none.
-    status: int | None = None
-    # The failure, in words.
-    error: str | None = None
-    # The span that was sent to the backend as the parent, None without tracing.
-    span_id: str | None = None
-
-    @classmethod
-    def begun(cls, grant: Grant, queued_s: float) -> AttemptRecord:
-        """Returns the record of a request that was granted a backend after waiting since `queued_s`."""
-        placed, request = grant.placed, grant.request
-        return cls(
-            backend=placed.backend,
-            stage=request.stage,
-            queued_s=queued_s,
-            granted_s=grant.at_s,
-            queued_ahead=grant.queued_ahead,
-            why=grant.why,
-            candidates=placed.candidates,
-            terms=placed.terms,
-            expected_cached_tokens=placed.cached_tokens if request.prefix or placed.ttft is not None else None,
-            predicted_ttft=placed.ttft,
-            # Several sequences stream interleaved, so the time per token of a single sequence cannot be observed.
-            predicted_tpot=placed.tpot if request.sequences <= 1 else None,
-        )
-
-    @property
-    def predicted(self) -> dict[str, float]:
-        """The predictions of the placement by name. Missing predictions are left out."""
-        ttft, tpot = self.predicted_ttft, self.predicted_tpot
-        predicted: dict[str, float] = (
-            {} if self.expected_cached_tokens is None else {"cached_tokens": self.expected_cached_tokens}
-        )
-        if ttft is not None:
-            predicted |= {"ttft_s": ttft.expected_s, "ttft_p90_s": ttft.p90_s}
-        if tpot is not None:
-            predicted |= {"tpot_s": tpot.expected_s, "tpot_p90_s": tpot.p90_s}
-        return predicted
-
-
-@dataclass(slots=True)
-class AttemptResult:
-    """The result of an attempt: whether and how the attempt loop may retry."""
-
-    verdict: Verdict = Verdict.CLIENT_GONE
-    # Whether another backend may be tried; NO once the client has received a byte.
-    again: Again = Again.NO
-    # Whether the request may have crashed the engine.
-    deadly: bool = False
-    # Whether a prefill stage succeeded, so that the decode stage follows on another backend.
-    prefilled: bool = False
-    # Whether the request should be retried without a split.
-    unsplit: bool = False
-
-
-Result = TypeVar("Result", bound=AttemptResult)
 
 _STAYS = frozenset({Verdict.BUSY, Verdict.TRANSFER_FAILED})
 
@@ -126,7 +46,7 @@ class Routing:
     waits_since_s: float | None = None
     # Backends that are not tried again.
     excluded: frozenset[str] = frozenset()
-    tried: list[AttemptRecord] = field(default_factory=list)
+    tried: list[Attempt] = field(default_factory=list)
 
     def queue_wait_s(self, now: float) -> float:
         """Returns the seconds that the request has waited for a backend until `now`, over all attempts. Before the
@@ -139,17 +59,17 @@ class Routing:
 
 async def run_attempts(
     routing: Routing,
-    attempt: Callable[[Lease], Awaitable[Result]],
+    serve: Callable[[Lease, Attempt], Awaitable[None]],
     dispatcher: Leasing,
     budget: RetryBudget,
     extra_attempts: int,
-) -> Result:
-    """Try backends until an attempt succeeds or must not be retried. Returns the result of the last attempt.
+) -> Attempt:
+    """Try backends until an attempt succeeds or must not be retried. Returns the last attempt.
 
     Cancellation gives the lease back.
 
     Args:
-        attempt: Carries out an attempt on a lease, and sets the lease's verdict and usage.
+        serve: Carries out an attempt on a lease. Sets its result, and the verdict and usage of the lease.
 
     Raises:
         Refused: The request was refused, or dropped while it waited, at the first or a further attempt.
@@ -173,8 +93,9 @@ async def run_attempts(
             # The decode stage got no place, so the request starts again. This counts as a failed stage too.
             routing.failed_stages += entry is AdmissionKind.PREFILLED and not answers
             routing.lease = lease
-            routing.tried.append(AttemptRecord.begun(lease.grant, now))
-            result = await attempt(lease)
+            result = Attempt.begun(lease.grant, now)
+            routing.tried.append(result)
+            await serve(lease, result)
         if result.verdict is Verdict.PREEMPTED:
             routing.preemptions += 1
             entry = AdmissionKind.PREEMPTED

@@ -17,10 +17,11 @@ from llmproxy.core.domain import GrantReason, Outcome, Predicted, Slo, Trouble, 
 from llmproxy.core.scaling.groups import GroupNeed
 from llmproxy.core.scaling.need import Capacity, Need, RoleNeed
 from llmproxy.gateway.http.errors import STATUS, error_fields
-from llmproxy.observe.exit import RequestExit, Split
+from llmproxy.observe.exit import RequestExit
 from llmproxy.observe.exit_fields import FIELDS as EXIT_FIELDS
 from llmproxy.observe.logs import LEVELS
 from llmproxy.observe.metrics import BackendState, LiveState, Metrics, QueueState, ShardState
+from llmproxy.scheduling.attempt import Split
 from tests import ROOT
 from tests.docs import cli_page, keys_page
 from tests.docs.meanings import EVENTS, FIELDS, METRICS, OUTCOMES

@@ -7,7 +7,7 @@ from operator import attrgetter
 import pytest
 
 from llmproxy.core.domain import Stage
-from llmproxy.observe.exit import Split
+from llmproxy.scheduling.attempt import Split
 from tests.e2e.proxies import serving
 from tests.e2e.scripted import answering, scripted
 from tests.faults.clients import CLIENT_FAULTS, ClientFault, observe

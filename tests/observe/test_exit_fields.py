@@ -12,11 +12,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from llmproxy.core.domain import GrantReason, Outcome, Predicted, Slo, Stage, Verdict
-from llmproxy.observe.exit import RequestExit, Split
+from llmproxy.core.domain import GrantReason, Outcome, Predicted, Slo, Stage, Usage, Verdict
+from llmproxy.core.retry import Again
+from llmproxy.observe.exit import RequestExit
 from llmproxy.observe.exit_fields import exit_fields, why_fields
 from llmproxy.observe.logs import FORMATS, configure, log_exit
-from llmproxy.scheduling.attempts import AttemptRecord
+from llmproxy.scheduling.attempt import Attempt, AttemptState, Split
 from tests.exits import exit_of
 
 TEXTS = st.one_of(
@@ -42,6 +43,9 @@ STRATEGIES: dict[Any, st.SearchStrategy[Any]] = {
     Verdict: st.sampled_from(Verdict),
     Stage: st.sampled_from(Stage),
     Split: st.sampled_from(Split),
+    AttemptState: st.sampled_from(AttemptState),
+    Again: st.sampled_from(Again),
+    Usage: st.none(),
 }
 
 
@@ -52,7 +56,7 @@ def _values(hint: Any) -> st.SearchStrategy[Any]:
 
 FIELDS = {
     name: hint
-    for part in (AttemptRecord, RequestExit)
+    for part in (Attempt, RequestExit)
     for name, hint in get_type_hints(part).items()
     if name in part.__struct_fields__ and name not in ("tried", "trace")
 }

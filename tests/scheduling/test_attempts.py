@@ -11,8 +11,9 @@ import pytest
 
 from llmproxy.core.domain import AdmissionKind, Grant, GrantReason, Outcome, Placed, Refused, Request, Stage, Verdict
 from llmproxy.core.placement.staged import as_stage
-from llmproxy.core.retry import MEANINGS, Again, Cause, RetryBudget
-from llmproxy.scheduling.attempts import AttemptResult, Routing, run_attempts
+from llmproxy.core.retry import Cause, RetryBudget
+from llmproxy.scheduling.attempt import Attempt
+from llmproxy.scheduling.attempts import Routing, run_attempts
 from llmproxy.scheduling.lease import Lease
 from tests.core.make import request
 
@@ -49,8 +50,8 @@ class Granting:
 async def test_both_stages_are_one_attempt_and_each_beginning_is_one(stages: tuple[Stage, ...], attempts: int) -> None:
     routing = Routing(request(splittable=True))
 
-    async def attempt(lease: Lease) -> AttemptResult:
-        return AttemptResult(Verdict.SERVED, prefilled=lease.grant.request.stage is PREFILL)
+    async def attempt(_: Lease, tried: Attempt) -> None:
+        tried.verdict, tried.prefilled = Verdict.SERVED, tried.stage is PREFILL
 
     dispatcher: Any = Granting(*stages)
     try:
@@ -80,9 +81,8 @@ async def test_both_stages_are_one_attempt_and_each_beginning_is_one(stages: tup
 async def test_engines_compute_a_request_twice_at_most(causes: list[Cause], attempts: int) -> None:
     routing, failures = Routing(request()), iter(causes)
 
-    async def attempt(_: Lease) -> AttemptResult:
-        meaning = MEANINGS[next(failures)]
-        return AttemptResult(meaning.verdict, meaning.again, meaning.deadly)
+    async def attempt(_: Lease, tried: Attempt) -> None:
+        tried.fail(Outcome.INTERNAL, next(failures), "")
 
     dispatcher: Any = Granting(*[WHOLE] * 20)
     await run_attempts(routing, attempt, dispatcher, RetryBudget(0.0), 2)
@@ -92,9 +92,9 @@ async def test_engines_compute_a_request_twice_at_most(causes: list[Cause], atte
 async def test_a_request_avoids_the_backend_that_was_busy_last() -> None:
     routing, seen = Routing(request()), []
 
-    async def attempt(lease: Lease) -> AttemptResult:
+    async def attempt(lease: Lease, tried: Attempt) -> None:
         seen.append((lease.grant.request.avoid, set(routing.excluded)))
-        return AttemptResult(Verdict.BUSY, Again.ELSEWHERE)
+        tried.fail(Outcome.INTERNAL, Cause.BUSY, "")
 
     dispatcher: Any = Granting(*[WHOLE] * 20)
     await run_attempts(routing, attempt, dispatcher, RetryBudget(0.0), 1)
@@ -104,8 +104,8 @@ async def test_a_request_avoids_the_backend_that_was_busy_last() -> None:
 async def test_two_stages_that_end_their_engines_are_the_last() -> None:
     routing = Routing(request(splittable=True))
 
-    async def attempt(_: Lease) -> AttemptResult:
-        return AttemptResult(Verdict.FAILED, Again.ONCE, deadly=True)
+    async def attempt(_: Lease, tried: Attempt) -> None:
+        tried.fail(Outcome.INTERNAL, Cause.BROKEN, "")
 
     dispatcher: Any = Granting(*[PREFILL] * 20)
     await run_attempts(routing, attempt, dispatcher, RetryBudget(0.0), 2)

@@ -39,7 +39,7 @@ from llmproxy.observe.live.history import TEN_S, TENS
 from llmproxy.observe.live.minute import kind_of
 from llmproxy.observe.live.recorder import Recorder
 from llmproxy.observe.live.snapshot import LiveSnapshot, dumped, event_fields
-from llmproxy.scheduling.attempts import AttemptRecord
+from llmproxy.scheduling.attempt import Attempt
 
 LIVE = "/debug/live"
 HISTORY = "/debug/history"
@@ -220,9 +220,9 @@ class LivePages:
         waited = self._recorder.recent.waited(ended.request_id)
         return {"queued_s": round(since_s - arrived_s, 4)} | self._admin.waited(waited)
 
-    def _attempt(self, attempt: AttemptRecord, ended: RequestExit) -> dict[str, Any]:
+    def _attempt(self, attempt: Attempt, ended: RequestExit) -> dict[str, Any]:
         """An attempt as fields of a page. Times are seconds since the arrival of the request."""
-        fields: dict[str, Any] = to_builtins(asdict(attempt))
+        fields: dict[str, Any] = to_builtins(asdict(attempt)) | {"error": attempt.error}
         arrived_s = ended.arrived_s or 0.0
         for name in ("queued_s", "granted_s", "first_byte_s", "ended_s"):
             if fields[name] is not None:

@@ -9,7 +9,7 @@ from llmproxy.config import BackendConfig
 from llmproxy.core.domain import Stage, Usage
 from llmproxy.core.estimates.tokens import TURNS_MAX, Estimator, usage_max
 from llmproxy.gateway.http.routes import BodyKind, Dialect, Work
-from llmproxy.gateway.proxying.attempt import Call
+from llmproxy.gateway.proxying.call import Call
 from llmproxy.gateway.proxying.request_context import RequestContext
 from llmproxy.gateway.proxying.split.stages import OPENING_EVENTS, Handover
 from llmproxy.gateway.request.body_reader import SEQUENCES_MAX

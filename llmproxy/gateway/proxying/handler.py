@@ -22,13 +22,14 @@ from llmproxy.gateway.http.client_address import Client
 from llmproxy.gateway.http.errors import INTERNAL_MESSAGE, Failure, error_event
 from llmproxy.gateway.http.routes import Dialect, Route
 from llmproxy.gateway.proxying.answers import Answers
-from llmproxy.gateway.proxying.attempt import Attempt, AttemptState
+from llmproxy.gateway.proxying.call import Call
 from llmproxy.gateway.proxying.calls import UsageQuestions, call_for, learn_usage
 from llmproxy.gateway.proxying.relay import end_broken, error_events
 from llmproxy.gateway.proxying.request_context import RequestContext, make_request
 from llmproxy.gateway.proxying.response_writer import KeepAlive, ResponseWriter, within
 from llmproxy.gateway.proxying.rules import Rulebook
 from llmproxy.gateway.proxying.split.handover import SplitServing
+from llmproxy.gateway.proxying.split.stages import Handover
 from llmproxy.gateway.proxying.stored import StoredResponses
 from llmproxy.gateway.request.body import read_body
 from llmproxy.gateway.request.body_budget import BodyBudget, BufferedBody
@@ -39,6 +40,7 @@ from llmproxy.observe.exit import ExitSink, RequestExit
 from llmproxy.observe.exit_batch import ExitBatch
 from llmproxy.observe.logs import log_exit, log_internal, log_replaced_id
 from llmproxy.observe.trace_context import Sampler, new_span_id
+from llmproxy.scheduling.attempt import Attempt, AttemptState
 from llmproxy.scheduling.attempts import Routing, run_attempts
 from llmproxy.scheduling.lease import Lease, Leasing
 
@@ -272,64 +274,80 @@ class RequestHandler:
             return
         self._finish(context, attempt)
         if attempt.outcome is Outcome.BROKEN_STREAM:
-            await end_broken(attempt, context.route.dialect, context.client)
+            assert context.call is not None
+            await end_broken(context.call, attempt.message, context.client)
 
-    async def _attempt(self, context: RequestContext, parsed: ParsedBody, lease: Lease) -> Attempt:
+    async def _attempt(self, context: RequestContext, parsed: ParsedBody, lease: Lease, attempt: Attempt) -> None:
         routing = context.routing
         assert routing is not None
-        tried = routing.tried[-1]
-        rules, tenant, dialect = context.rules, context.tenant, context.route.dialect
+        rules, tenant = context.rules, context.tenant
         backend, stage = self._backends[lease.backend], lease.grant.request.stage
         if context.record.trace is not None:
-            tried.span_id = new_span_id()
+            attempt.span_id = new_span_id()
         if context.trusted or not tenant.name:
             context.extra["x-llmproxy-backend"] = backend.name
         context.extra["x-llmproxy-queue-ms"] = f"{routing.waited_s * 1e3:.1f}"
         context.extra["x-llmproxy-attempts"] = str(routing.attempts)
         handover = await self._split.take(context, lease) if context.handover is not None else None
         # Assigned before the attempt runs, so that the record of a cancelled request has the numbers so far.
-        attempt = context.attempt = Attempt()
-        if dialect is Dialect.RESPONSES and stage is not Stage.PREFILL:
-            # The callback must not refer to the context, which refers to this client: the cycle would keep the body in
-            # memory until the garbage collector runs.
-            context.client.on_commit = self._stored.commit_callback(
-                attempt, backend.name, tenant, context.previous, parsed
-            )
+        context.attempt, context.call = attempt, None
         try:
             if handover is not None:
                 handover = self._split.usable(handover, attempt, lease, backend.url)
             if attempt.state is not AttemptState.FAILED:
-                engine_id, span_id = context.engine_id(routing), tried.span_id or ""
                 asks = lease.grant.request.stream and self._usage.should_ask(backend, lease.grant.at_s)
-                call = call_for(context, parsed, lease, backend, engine_id, span_id, handover, asks)
-                await rules.relay.attempt(attempt, lease, backend.url, call, context.client)
-                if call.hide_usage and attempt.answer is not None and attempt.refuses(b"stream_options"):
-                    # The client did not ask for usage: try again without it.
+                call = await self._call(context, parsed, lease, backend, handover, asks)
+                if call.hide_usage and call.refuses(b"stream_options"):
                     self._usage.record_refusal(backend, lease.grant.at_s)
-                    attempt = context.attempt = Attempt(split=attempt.split)
-                    # The refusal cost nothing, but the answer to the second call may report no usage.
-                    lease.usage = None
-                    call = call_for(context, parsed, lease, backend, engine_id, span_id, handover, False)
-                    await rules.relay.attempt(attempt, lease, backend.url, call, context.client)
+                    # The client did not ask for usage: try again without it. A decode engine has freed the prompt of a
+                    # call that it refuses, so the request is served whole instead.
+                    if handover is None:
+                        attempt.restart()
+                        # The refusal cost nothing, but the answer to the second call may report no usage.
+                        lease.usage = None
+                        await self._call(context, parsed, lease, backend, None, False)
         finally:
             # Also after a cancellation: many clients leave as soon as they have read the end mark.
             self._exits.attempted(lease.backend, attempt.verdict)
-            attempt.note(tried)
+            attempt.ended_s = asyncio.get_running_loop().time()
             if stage is not Stage.WHOLE or lease.grant.placed.unsplit:
                 if attempt.committed:
                     self._split.note(context, attempt, lease.grant)
-                self._split.keep(context, attempt, backend, lease.grant)
+                self._split.keep(context, backend, lease.grant)
         if not attempt.committed:
             self._split.note(context, attempt, lease.grant)
         if attempt.verdict is Verdict.UNAUTHORIZED:
             attempt.detail = rules.identity.key_hint(backend)
         if context.previous is not None and context.previous.may_be_elsewhere(attempt):
             attempt.again = Again.ANYWHERE_ELSE
-        return attempt
+
+    async def _call(
+        self,
+        context: RequestContext,
+        parsed: ParsedBody,
+        lease: Lease,
+        backend: BackendConfig,
+        handover: Handover | None,
+        asks_usage: bool,
+    ) -> Call:
+        """Send the request to the backend of the latest attempt, and relay the answer. Returns the call."""
+        attempt, client = context.attempt, context.client
+        assert attempt is not None
+        assert context.routing is not None
+        engine_id, span_id = context.engine_id(context.routing), attempt.span_id or ""
+        call = context.call = call_for(context, parsed, lease, backend, engine_id, span_id, handover, asks_usage)
+        if call.dialect is Dialect.RESPONSES and call.stage is not Stage.PREFILL:
+            # The callback must not refer to the context, which refers to this client: the cycle would keep the body in
+            # memory until the garbage collector runs.
+            client.on_commit = self._stored.commit_callback(
+                call, attempt, backend.name, context.tenant, context.previous, parsed.stores
+            )
+        await context.rules.relay.attempt(attempt, lease, backend.url, call, client)
+        return call
 
     async def _deliver_failure(self, context: RequestContext, attempt: Attempt) -> None:
         """Send the backend's own error unchanged. Raises Failure if the backend sent none."""
-        answer = attempt.answer
+        answer = context.call.answer if context.call is not None else None
         if answer is None:
             if attempt.verdict is Verdict.LOCAL_FAILURE:
                 raise Failure(attempt.outcome, attempt.message, status=503, retry_after_s=1.0)

@@ -18,7 +18,7 @@ from llmproxy.core.retry import Cause
 from llmproxy.gateway.http.errors import error_event
 from llmproxy.gateway.http.headers import to_client
 from llmproxy.gateway.http.routes import Dialect
-from llmproxy.gateway.proxying.attempt import Answer, Attempt, AttemptState, AttemptTimer, Call
+from llmproxy.gateway.proxying.call import Answer, AttemptTimer, Call
 from llmproxy.gateway.proxying.error_words import answer_cause, event_cause
 from llmproxy.gateway.proxying.response_writer import ResponseWriter, within
 from llmproxy.gateway.proxying.split.prefill import take_prefill
@@ -34,6 +34,7 @@ from llmproxy.gateway.proxying.stream_relay import (
     event_fields,
     read_answer,
 )
+from llmproxy.scheduling.attempt import Attempt, AttemptState
 from llmproxy.scheduling.lease import Lease
 from llmproxy.upstream.port import ConnectFailed, Exchange, LocalFailure, Upstream, UpstreamBroken
 
@@ -98,7 +99,7 @@ class Relay:
         finally:
             if call.stage is not Stage.WHOLE:
                 decide_stage_retry(attempt, call.stage)
-            self._account(attempt, lease, call.usage_max)
+            self._account(attempt, lease, call)
 
     async def _exchange(
         self, attempt: Attempt, timer: AttemptTimer, lease: Lease, base_url: str, call: Call, client: ResponseWriter
@@ -143,7 +144,7 @@ class Relay:
                 elif is_event_stream(exchange):
                     await self._relay_stream(attempt, timer, lease, exchange, call, client)
                 else:
-                    await self._relay_plain(attempt, timer, lease, exchange, client)
+                    await self._relay_plain(attempt, timer, lease, exchange, call, client)
         finally:
             lease.on_cut = None
             # The source refers to the client, and a cycle would wait for the garbage collector.
@@ -168,7 +169,7 @@ class Relay:
         else:
             message = f"The backend answered {status}."
             if len(body) <= BUFFERED_BYTES_MAX:
-                attempt.answer = Answer(status, exchange.reason, to_client(exchange.headers), body)
+                call.answer = Answer(status, exchange.reason, to_client(exchange.headers), body)
             else:
                 message += f" Its answer is longer than {BUFFERED_BYTES_MAX} bytes and is not passed on."
         attempt.fail(Outcome.UPSTREAM_STATUS, cause, message)
@@ -176,18 +177,24 @@ class Relay:
     # --- an answer without a stream ----------------------------------------------------------------------------------
 
     async def _relay_plain(
-        self, attempt: Attempt, timer: AttemptTimer, lease: Lease, exchange: Exchange, client: ResponseWriter
+        self,
+        attempt: Attempt,
+        timer: AttemptTimer,
+        lease: Lease,
+        exchange: Exchange,
+        call: Call,
+        client: ResponseWriter,
     ) -> None:
         if not client.end_comments():
             fail_without_stream(attempt)
             return
         first = await exchange.chunk()
-        attempt.head = first[:4096]
+        call.head = first[:4096]
         check_lease(lease)
         lease.apply(Started(lease.grant.lease), timer.now())
         attempt.enter(AttemptState.STREAMING)
         client.commit(exchange.status, exchange.reason, to_client(exchange.headers))
-        relay = ResponseRelay(attempt, timer, exchange, client)
+        relay = ResponseRelay(attempt, call, timer, exchange, client)
         relay.take(first)
         if not exchange.ended:
             timer.streaming(timer.now())
@@ -216,15 +223,15 @@ class Relay:
             # In compressed bytes the proxy cannot hide or add events, count tokens or see where the opening events end.
             tap, opening_events = EncodedTap(), 0
         else:
-            tap = attempt.tap = StreamTap(hide_usage=call.hide_usage)
-        relay = StreamRelay(attempt, timer, exchange, client, tap, lease, opening_events)
+            tap = call.tap = StreamTap(hide_usage=call.hide_usage)
+        relay = StreamRelay(attempt, call, timer, exchange, client, tap, lease, opening_events)
         await exchange.flow(relay.take)
         if tap.error_seen and not attempt.committed:
             # The rest goes through the tap too, which may buffer the beginning of the next event.
             events = relay.first + tap.feed(await read_answer(exchange)) + tap.flush()
             message = "The backend answered with an error event and no token."
             if len(events) <= BUFFERED_BYTES_MAX:
-                attempt.answer = Answer(exchange.status, exchange.reason, event_fields(exchange), events)
+                call.answer = Answer(exchange.status, exchange.reason, event_fields(exchange), events)
             else:
                 message += f" Its answer is longer than {BUFFERED_BYTES_MAX} bytes and is not passed on."
                 attempt.status = 502
@@ -268,23 +275,23 @@ class Relay:
         else:
             attempt.fail(outcome, timer.cause, timer.reason())
 
-    def _account(self, attempt: Attempt, lease: Lease, most: Usage | None) -> None:
-        """Set the verdict and the usage of the lease at the end of an attempt. `most` bounds the usage."""
-        lease.verdict = attempt.verdict
+    def _account(self, attempt: Attempt, lease: Lease, call: Call) -> None:
+        """Set the verdict and the usage of the lease at the end of an attempt."""
+        lease.verdict, most = attempt.verdict, call.usage_max
         if most is None or attempt.verdict is Verdict.TRANSFER_FAILED:
             # A prompt that cannot be transferred is computed again, and only the second computation is charged.
             lease.usage = Usage(0, 0)
             return
-        if attempt.tap is not None:
-            reported = attempt.tap.usage
-            seen = attempt.tap.data_events
+        if call.tap is not None:
+            reported = call.tap.usage
+            seen = call.tap.data_events
         else:
-            reported = usage_in_tail(attempt.tail) if attempt.tail else None
+            reported = usage_in_tail(call.tail) if call.tail else None
             # Without a stream the progress is unknown. Charge the estimate: leaving early would be free otherwise.
             seen = lease.grant.request.output_tokens
-            if reported is None and len(attempt.tail) == TAIL_BYTES and attempt.head.startswith(b"{"):
+            if reported is None and len(call.tail) == TAIL_BYTES and call.head.startswith(b"{"):
                 # The answer has no usage, or so much data follows the usage that the tail does not contain it.
-                seen = max(seen, min(most.output_tokens, attempt.body_bytes // ANSWER_BYTES_PER_TOKEN))
+                seen = max(seen, min(most.output_tokens, call.answer_bytes // ANSWER_BYTES_PER_TOKEN))
         attempt.usage = believable(reported, most) if reported is not None else None
         if reported is not None and attempt.usage is None:
             attempt.detail += (
@@ -293,9 +300,9 @@ class Relay:
             )
         if attempt.usage is not None:
             lease.usage = attempt.usage
-            if attempt.tap is not None and attempt.outcome is not Outcome.COMPLETED:
+            if call.tap is not None and attempt.outcome is not Outcome.COMPLETED:
                 lease.usage = _so_far(attempt.usage, lease.grant.request, seen)
-        elif attempt.answer is not None:
+        elif call.answer is not None:
             # The engine refused the request and did no work.
             lease.usage = Usage(0, 0)
         elif attempt.verdict is Verdict.CLIENT_GONE or (attempt.committed and attempt.outcome is not Outcome.COMPLETED):
@@ -321,16 +328,16 @@ def _so_far(reported: Usage, request: Request, seen: int) -> Usage:
     return Usage(prompt_tokens, max(reported.output_tokens, seen), reported.cached_tokens)
 
 
-async def end_broken(attempt: Attempt, dialect: Dialect, client: ResponseWriter) -> None:
+async def end_broken(call: Call, message: str, client: ResponseWriter) -> None:
     """End a broken stream with one error event in the client's dialect. Abort the connection of any other answer."""
-    if attempt.tap is None or client.paused:
+    if call.tap is None or client.paused:
         await client.abort()
         return
     # A blank line ends an incomplete event. Otherwise the client would read the error event as part of it.
-    boundary = b"" if attempt.tap.at_boundary else b"\n\n"
-    event = boundary + error_event(dialect, f"The stream broke: {attempt.message}")
+    boundary = b"" if call.tap.at_boundary else b"\n\n"
+    event = boundary + error_event(call.dialect, f"The stream broke: {message}")
     # An engine may have sent an error event of its own before it died.
-    await end_with_error(b"" if attempt.tap.error_seen else event, client)
+    await end_with_error(b"" if call.tap.error_seen else event, client)
 
 
 def error_events(answer: Answer, dialect: Dialect, message: str) -> bytes:

@@ -15,7 +15,7 @@ from llmproxy.gateway.http.client_address import Client
 from llmproxy.gateway.http.headers import as_text
 from llmproxy.gateway.http.routes import Route, Work
 from llmproxy.gateway.proxying.answers import CapturedAnswer
-from llmproxy.gateway.proxying.attempt import Attempt
+from llmproxy.gateway.proxying.call import Call
 from llmproxy.gateway.proxying.response_writer import KeepAlive, ResponseWriter
 from llmproxy.gateway.proxying.rules import Rules
 from llmproxy.gateway.proxying.split.stages import Handover
@@ -24,8 +24,9 @@ from llmproxy.gateway.request.auth import NO_TENANT, Tenant
 from llmproxy.gateway.request.body_budget import BufferedBody
 from llmproxy.gateway.request.parsed_body import ParsedBody
 from llmproxy.gateway.request.prefix_hash import BLOCK_BYTES, ID_BYTES
-from llmproxy.observe.exit import ATTEMPTS_MAX, RequestExit, shortened
+from llmproxy.observe.exit import ATTEMPTS_MAX, RequestExit
 from llmproxy.observe.trace_context import Sampler
+from llmproxy.scheduling.attempt import Attempt, shortened
 from llmproxy.scheduling.attempts import Routing
 
 _MODEL_CHARS_MAX = 100
@@ -62,8 +63,9 @@ class RequestContext:
     session: str | None = None
     target: Target | None = None
     routing: Routing | None = None
-    # The latest attempt.
+    # The latest attempt, and its latest call.
     attempt: Attempt | None = None
+    call: Call | None = None
     # A copy of the answer, which is indexed at the end.
     captured: CapturedAnswer | None = None
     # The result of the prefill stage, for the decode stage.
@@ -124,8 +126,8 @@ class RequestContext:
     def _add_attempt(self, attempt: Attempt) -> None:
         record, usage = self.record, attempt.usage
         record.chunks = attempt.chunks
-        if attempt.first_token_s is not None and record.arrived_s is not None:
-            record.ttft_s = attempt.first_token_s - record.arrived_s
+        if attempt.first_byte_s is not None and record.arrived_s is not None:
+            record.ttft_s = attempt.first_byte_s - record.arrived_s
             record.max_gap_s = attempt.max_gap_s
         if usage is not None:
             record.prompt_tokens, record.output_tokens = usage.prompt_tokens, usage.output_tokens
@@ -137,19 +139,19 @@ class RequestContext:
 
         A rate-limited request is no miss. Otherwise tenants that exceed their limits would get precedence.
         """
-        record, routing, attempt = self.record, self.routing, self.attempt
+        record, routing, attempt, call = self.record, self.routing, self.attempt, self.call
         slo, outcome = record.slo, record.outcome
         if routing is None or slo is None or outcome in _CLIENTS_DOING or 400 <= record.status < 429:
             return None
-        if outcome is not Outcome.COMPLETED or attempt is None:
+        if outcome is not Outcome.COMPLETED or attempt is None or call is None:
             return False
         if not record.stream:
             # Without a stream the first token is invisible; only the time of the grant is known.
             granted_s = None if routing.lease is None else routing.lease.grant.at_s
             return granted_s is not None and slo.met(granted_s - routing.request.arrived_s, None)
         tpot_s = None
-        if record.output_tokens is not None and record.output_tokens > 1 and attempt.first_token_s is not None:
-            tpot_s = (attempt.last_byte_s - attempt.first_token_s) / (record.output_tokens - 1)
+        if record.output_tokens is not None and record.output_tokens > 1 and attempt.first_byte_s is not None:
+            tpot_s = (call.last_byte_s - attempt.first_byte_s) / (record.output_tokens - 1)
         return slo.met(record.ttft_s, tpot_s)
 
 

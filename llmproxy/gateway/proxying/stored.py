@@ -23,14 +23,15 @@ from llmproxy.gateway.http.client_address import Client
 from llmproxy.gateway.http.errors import Failure, error_event
 from llmproxy.gateway.http.headers import to_client
 from llmproxy.gateway.http.routes import Dialect
-from llmproxy.gateway.proxying.attempt import Attempt
+from llmproxy.gateway.proxying.call import Call
 from llmproxy.gateway.proxying.relay import end_with_error, is_encoded, is_event_stream
 from llmproxy.gateway.proxying.response_writer import ResponseWriter, within
 from llmproxy.gateway.proxying.rules import Rulebook, Rules
 from llmproxy.gateway.request.auth import NO_TENANT, Tenant
 from llmproxy.gateway.request.json_scan import BadBody
-from llmproxy.gateway.request.parsed_body import REQUEST_ID, ParsedBody
+from llmproxy.gateway.request.parsed_body import REQUEST_ID
 from llmproxy.gateway.request.prefix_hash import PREVIOUS
+from llmproxy.scheduling.attempt import Attempt
 from llmproxy.scheduling.lease import Leasing
 from llmproxy.upstream.port import ConnectFailed, LocalFailure, Upstream, UpstreamBroken
 
@@ -155,15 +156,14 @@ class StoredResponses:
         return Previous(response_id, backend)
 
     def commit_callback(
-        self, attempt: Attempt, backend: str, tenant: Tenant, previous: Previous | None, parsed: ParsedBody
+        self, call: Call, attempt: Attempt, backend: str, tenant: Tenant, previous: Previous | None, stores: bool
     ) -> Callable[[], None]:
         """A callback that notes the response when the answer begins, before the client can use the id."""
-        stores = parsed.stores
 
         def note() -> None:
             if stores:
-                self.remember(attempt.head, backend, tenant)
-            if previous is not None and previous.backend is None and 200 <= attempt.status < 300:
+                self.remember(call.head, backend, tenant)
+            if previous is not None and previous.backend is None and 200 <= (attempt.status or 0) < 300:
                 self.made(previous.id, backend, tenant)
 
         return note

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from llmproxy.core.lease_events import Committed, Progress, Started
 from llmproxy.gateway.http.headers import Headers, to_client
-from llmproxy.gateway.proxying.attempt import Attempt, AttemptState, AttemptTimer
+from llmproxy.gateway.proxying.call import AttemptTimer, Call
 from llmproxy.gateway.proxying.response_writer import ResponseWriter
 from llmproxy.gateway.proxying.sse import StreamTap
+from llmproxy.scheduling.attempt import Attempt, AttemptState
 from llmproxy.scheduling.lease import Lease
 from llmproxy.upstream.port import Exchange
 
@@ -23,20 +24,23 @@ PROGRESS_S = 0.5
 class ResponseRelay:
     """Relays the bytes of an answer in the callback in which they arrive. A slow client pauses the backend."""
 
-    __slots__ = ("_attempt", "_client", "_exchange", "_timer")
+    __slots__ = ("_attempt", "_call", "_client", "_exchange", "_timer")
 
-    def __init__(self, attempt: Attempt, timer: AttemptTimer, exchange: Exchange, client: ResponseWriter) -> None:
+    def __init__(
+        self, attempt: Attempt, call: Call, timer: AttemptTimer, exchange: Exchange, client: ResponseWriter
+    ) -> None:
         self._attempt = attempt
+        self._call = call
         self._timer = timer
         self._exchange = exchange
         self._client = client
         client.source = self
 
     def take(self, data: bytes) -> None:
-        attempt = self._attempt
-        attempt.chunks += 1
-        attempt.body_bytes += len(data)
-        attempt.tail = data[-TAIL_BYTES:] if len(data) >= TAIL_BYTES else (attempt.tail + data)[-TAIL_BYTES:]
+        call = self._call
+        self._attempt.chunks += 1
+        call.answer_bytes += len(data)
+        call.tail = data[-TAIL_BYTES:] if len(data) >= TAIL_BYTES else (call.tail + data)[-TAIL_BYTES:]
         self._client.write(data)
         self._timer.alive(self._timer.now())
 
@@ -69,6 +73,7 @@ class StreamRelay(ResponseRelay):
     def __init__(
         self,
         attempt: Attempt,
+        call: Call,
         timer: AttemptTimer,
         exchange: Exchange,
         client: ResponseWriter,
@@ -76,7 +81,7 @@ class StreamRelay(ResponseRelay):
         lease: Lease,
         opening_events: int = 0,
     ) -> None:
-        super().__init__(attempt, timer, exchange, client)
+        super().__init__(attempt, call, timer, exchange, client)
         self._opening_events = opening_events
         self._tap = tap
         self._lease = lease
@@ -85,23 +90,23 @@ class StreamRelay(ResponseRelay):
         self.first = b""
 
     def take(self, data: bytes) -> None:
-        attempt, timer = self._attempt, self._timer
+        attempt, call, timer = self._attempt, self._call, self._timer
         if not attempt.committed:
             self._buffer(data)
             return
         now = timer.now()
-        gap_s = now - attempt.last_byte_s
+        gap_s = now - call.last_byte_s
         if gap_s > attempt.max_gap_s:
             attempt.max_gap_s = gap_s
-        attempt.last_byte_s = now
+        call.last_byte_s = now
         timer.alive(now)
         self._forward(self._tap.feed(data), now)
 
     def _buffer(self, data: bytes) -> None:
-        attempt, tap = self._attempt, self._tap
+        attempt, call, tap = self._attempt, self._call, self._tap
         if attempt.state is AttemptState.HEAD:
             attempt.enter(AttemptState.HELD)
-        attempt.head = (attempt.head + data)[:4096]
+        call.head = (call.head + data)[:4096]
         self.first += tap.feed(data)
         if tap.error_first or (self._opening_events and tap.error_seen):
             self._exchange.halt()
@@ -116,21 +121,20 @@ class StreamRelay(ResponseRelay):
         self._lease.apply(Committed(self._lease.grant.lease), now)
         attempt.enter(AttemptState.STREAMING)
         self._client.commit(exchange.status, exchange.reason, event_fields(exchange))
-        self._reported_s = attempt.last_byte_s = now
+        self._reported_s = self._call.last_byte_s = now
         first, self.first = self.first, b""
         self._forward(first, now)
 
     def _forward(self, data: bytes, now: float) -> None:
         """Send the output of the tap, which may be empty."""
         attempt, tap = self._attempt, self._tap
-        if attempt.first_token_s is None and tap.first_token_seen:
-            attempt.first_token_s = now
+        if attempt.first_byte_s is None and tap.first_token_seen:
+            attempt.first_byte_s = now
             attempt.max_gap_s = 0.0
             self._lease.apply(Started(self._lease.grant.lease), now)
             self._timer.streaming(now)
         if data:
             attempt.chunks += 1
-            attempt.body_bytes += len(data)
             self._client.write(data)
         if tap.done_seen and not tap.error_seen:
             # Many clients leave as soon as they have read the end mark. Their answer is complete.

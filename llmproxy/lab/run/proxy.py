@@ -35,7 +35,8 @@ from llmproxy.lab.results.audit import AuditedPools
 from llmproxy.lab.results.record import Record
 from llmproxy.lab.run.identity import IdentityReader
 from llmproxy.lab.traces.arrival import BASE_MODEL, Arrival
-from llmproxy.scheduling.attempts import AttemptResult, Routing, run_attempts
+from llmproxy.scheduling.attempt import Attempt
+from llmproxy.scheduling.attempts import Routing, run_attempts
 from llmproxy.scheduling.dispatcher import Dispatcher
 from llmproxy.scheduling.lease import Lease, Leasing
 
@@ -257,16 +258,16 @@ class LabProxy:
             record.outcome = refused.outcome
             record.queue_wait_s = self._loop.time() - record.arrived_s
 
-    async def _attempt(self, record: Record, routing: Routing, lease: Lease) -> AttemptResult:
-        """Attempt the request on one backend. Sets the verdict and usage of the lease, and the record's outcome."""
+    async def _attempt(self, record: Record, routing: Routing, lease: Lease, attempt: Attempt) -> None:
+        """Attempt the request on one backend. Sets its result, the verdict and usage of the lease, and the outcome."""
         record.queue_wait_s, record.backend = routing.waited_s, lease.backend
         record.predicted_ttft, record.predicted_tpot = lease.grant.placed.ttft, lease.grant.placed.tpot
         stage = lease.grant.request.stage
         if stage is Stage.WHOLE:
             record.prefilled_on = None
-        again = await self._run(record, routing, lease)
-        prefilled = stage is Stage.PREFILL and lease.verdict is Verdict.SERVED
-        return AttemptResult(lease.verdict, again, again is Again.ONCE, prefilled=prefilled)
+        attempt.again = await self._run(record, routing, lease)
+        attempt.verdict, attempt.deadly = lease.verdict, attempt.again is Again.ONCE
+        attempt.prefilled = stage is Stage.PREFILL and lease.verdict is Verdict.SERVED
 
     async def _run(self, record: Record, routing: Routing, lease: Lease) -> Again:
         """Serve the request on the replica of the lease. Returns whether another attempt may be made."""

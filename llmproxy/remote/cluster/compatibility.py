@@ -17,12 +17,15 @@ import structlog
 from msgspec import inspect
 
 from llmproxy.core.domain import AdmissionKind, Outcome, Stage, Verdict
-from llmproxy.observe.exit import Split
+from llmproxy.core.retry import Again
 from llmproxy.remote.messages import FromMember, ToMember
+from llmproxy.scheduling.attempt import AttemptState, Split
 
 FALLBACKS: Mapping[type[Enum], Enum] = {
     # An admission of an unknown kind most likely repeats an earlier one. As NEW it would be charged twice.
     AdmissionKind: AdmissionKind.RETRY,
+    Again: Again.NO,
+    AttemptState: AttemptState.FAILED,
     # 503: the client may retry.
     Outcome: Outcome.REJECTED_NO_BACKENDS,
     Split: Split.WHOLE,
@@ -51,7 +54,7 @@ class TolerantDecoder(Generic[MessageT]):
         self._message: msgspec.msgpack.Decoder[MessageT] = msgspec.msgpack.Decoder(kinds)
         self._plain = msgspec.msgpack.Decoder(list[Any])
         self._kinds: dict[Any, Any] = {kind.__struct_config__.tag: kind for kind in kinds.__args__}
-        self._unknown: set[tuple[str, str]] = set()
+        self._unknown: set[tuple[str, str | int]] = set()
 
     def decode(self, data: Any) -> list[MessageT]:
         """Returns the messages of known kinds, in their order. Raises msgspec.DecodeError."""
@@ -77,7 +80,7 @@ class TolerantDecoder(Generic[MessageT]):
         Data of a wrong type stays as it is; decoding rejects it later.
         """
         match type_, value:
-            case inspect.EnumType(cls), str() if value not in [one.value for one in cls]:
+            case inspect.EnumType(cls), str() | int() if value not in [one.value for one in cls]:
                 return self._fallback(cls, value)
             case inspect.StructType(fields=fields, array_like=True, tag=tag), list():
                 types = [field.type for field in fields]
@@ -96,7 +99,7 @@ class TolerantDecoder(Generic[MessageT]):
             case _:
                 return value
 
-    def _fallback(self, enum: type[Enum], value: str) -> Any:
+    def _fallback(self, enum: type[Enum], value: str | int) -> Any:
         taken_for = FALLBACKS[enum].value
         unknown = enum.__name__, value
         if unknown not in self._unknown and len(self._unknown) < UNKNOWN_MAX:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from llmproxy.lab.simulator.replica import ReplicaOptions
-from llmproxy.observe.exit import Split
+from llmproxy.scheduling.attempt import Split
 from tests.e2e.proxies import FAST, ProxyUnderTest, serving
 
 NIXL = replace(FAST, kv_transfer="nixl", kv_latency_s=0.0, kv_handshake_s=0.0)

@@ -9,7 +9,7 @@ import pytest
 
 from llmproxy.core.domain import Outcome, Verdict
 from llmproxy.observe.exit import ATTEMPTS_MAX, RequestExit
-from llmproxy.scheduling.attempts import AttemptRecord
+from llmproxy.scheduling.attempt import Attempt
 from tests.e2e.proxies import FAST, STREAM, one_seat, posts, serving, until
 from tests.e2e.scripted import answering, serving_script, whole
 
@@ -104,7 +104,7 @@ async def test_a_request_that_was_never_granted_says_since_when_it_waited(ended:
         record = ended["r"]
         assert record.outcome is Outcome.EXPIRED
         assert record.tried == ()
-        assert record.last == AttemptRecord()
+        assert record.last == Attempt()
         assert record.queued_s is not None
         assert record.arrived_s is not None
         assert record.ended_s is not None

@@ -31,7 +31,7 @@ from llmproxy.config import BackendConfig, SchedulingConfig
 from llmproxy.core.domain import Stage
 from llmproxy.core.kv_connectors import KvConnector, Parameters, connectors
 from llmproxy.observe import logs
-from llmproxy.observe.exit import Split
+from llmproxy.scheduling.attempt import Split
 from tests.e2e.vllm.test_real_vllm import proxy_before, until
 from tests.e2e.vllm.vllm_requests import CASES, FRESH, Case
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from llmproxy.core.domain import Outcome, Predicted, Verdict
 from llmproxy.observe.exit import RequestExit
 from llmproxy.observe.live.minute import FLOWS_MAX, LEAST_S, OTHER, SPAN_S, Minute, bucket_of, kind_of, quantile
-from llmproxy.scheduling.attempts import AttemptRecord
+from llmproxy.scheduling.attempt import Attempt
 
 
 def ended(
@@ -21,7 +21,7 @@ def ended(
     outcome: Outcome = Outcome.COMPLETED, status: int = 200, **result: Any,
 ) -> RequestExit:  # fmt: skip
     result = {"ttft_s": wait_s + 0.2, "prompt_tokens": 10, "cached_tokens": 4, "output_tokens": 5, "met": True} | result
-    attempt = AttemptRecord(
+    attempt = Attempt(
         backend=backend, granted_s=wait_s, verdict=Verdict.SERVED, expected_cached_tokens=3,
         predicted_ttft=Predicted(0.1, 0.3),
     )  # fmt: skip
@@ -107,7 +107,7 @@ def test_a_request_without_an_attempt_is_of_no_backend_and_one_without_a_stream_
 
 def test_an_attempt_that_failed_is_its_backends_although_another_one_served() -> None:
     minute, served = Minute(), ended()
-    failed = (AttemptRecord(backend="bad", verdict=verdict) for verdict in (Verdict.FAILED, Verdict.PREEMPTED))
+    failed = (Attempt(backend="bad", verdict=verdict) for verdict in (Verdict.FAILED, Verdict.PREEMPTED))
     served.tried, served.attempts, served.preemptions, served.queue_wait_s = (*failed, *served.tried), 3, 1, None
     minute.record(served)
     minute.roll(0)

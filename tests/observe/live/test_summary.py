@@ -13,7 +13,7 @@ from llmproxy.core.snapshot import BackendStatus, BandSnapshot, FlowSnapshot, He
 from llmproxy.observe.exit import RequestExit
 from llmproxy.observe.live.minute import Minute, Sums
 from llmproxy.observe.live.summary import summary_of
-from llmproxy.scheduling.attempts import AttemptRecord
+from llmproxy.scheduling.attempt import Attempt
 from tests.observe.live.test_minute import ended
 
 NAMES = {100: "critical", 0: "default", -100: "sheddable"}
@@ -205,7 +205,7 @@ def minute(*exits: RequestExit) -> Sums:
 def failed(backend: str, outcome: Outcome = Outcome.COMPLETED) -> RequestExit:
     """A request whose first attempt failed there, and whose second one was served elsewhere."""
     one = ended(backend="gpu-0", outcome=outcome, status=502)
-    one.tried = (AttemptRecord(backend=backend, verdict=Verdict.FAILED), *one.tried)
+    one.tried = (Attempt(backend=backend, verdict=Verdict.FAILED), *one.tried)
     return one
 
 

@@ -50,7 +50,7 @@ from llmproxy.remote.messages import (
     Welcome,
     relative_to,
 )
-from llmproxy.scheduling.attempts import AttemptRecord
+from llmproxy.scheduling.attempt import Attempt
 from tests.core.make import request
 from tests.remote.workers.test_protocol import EXITS, NUMBERS, PLACED, REQUESTS, TEXTS, TIMES, USAGES, WHYS
 
@@ -212,7 +212,7 @@ FULL: dict[type[Any], Any] = {
             outcome=Outcome.COMPLETED,
             status=200,
             duration_s=1.0,
-            tried=(AttemptRecord.begun(GRANT, 0.0),),
+            tried=(Attempt.begun(GRANT, 0.0),),
         )
     ),
     RunningLease: RunningLease(1, request(), GRANT.placed, 0.0, None, False, 0),
@@ -255,7 +255,7 @@ def test_an_unknown_value_is_logged_once() -> None:
 
 REQUIRED = {
     "Admit": "call request excluded entry",
-    "AttemptRecord": "",
+    "Attempt": "",
     "Balances": "pool band flows",
     "CallRefused": "call outcome message retry_after_s",
     "CancelCall": "call",

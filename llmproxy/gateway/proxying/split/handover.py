@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from llmproxy.config import BackendConfig
 from llmproxy.core.domain import Grant, Stage
 from llmproxy.core.lease_events import Recomputing
-from llmproxy.gateway.proxying.attempt import Attempt
 from llmproxy.gateway.proxying.request_context import RequestContext
 from llmproxy.gateway.proxying.split.stages import Handover, Warnings, refuse_unreachable
-from llmproxy.observe.exit import Split
+from llmproxy.scheduling.attempt import Attempt, Split
 from llmproxy.scheduling.lease import Lease
 
 
@@ -48,11 +47,12 @@ class SplitServing:
             return None
         return handover
 
-    def keep(self, context: RequestContext, attempt: Attempt, backend: BackendConfig, grant: Grant) -> None:
+    def keep(self, context: RequestContext, backend: BackendConfig, grant: Grant) -> None:
         """Keep the result of a prefill for the decode stage."""
-        if attempt.parameters is not None:
+        call = context.call
+        if call is not None and call.parameters is not None:
             now, answers_on = asyncio.get_running_loop().time(), grant.placed.answers_on
-            context.handover = Handover(backend.name, backend.url, attempt.parameters, now, answers_on)
+            context.handover = Handover(backend.name, backend.url, call.parameters, now, answers_on)
 
     def note(self, context: RequestContext, attempt: Attempt, grant: Grant) -> None:
         """Note whether the request was served split, or why not, and warn of a stage that failed."""

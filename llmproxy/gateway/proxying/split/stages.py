@@ -17,8 +17,7 @@ from llmproxy.core.domain import Grant, Outcome, Stage, Usage, Verdict
 from llmproxy.core.kv_connectors import NotHandedOver, Parameters
 from llmproxy.core.retry import Again, Cause
 from llmproxy.gateway.http.routes import BodyKind
-from llmproxy.gateway.proxying.attempt import Attempt
-from llmproxy.observe.exit import Split
+from llmproxy.scheduling.attempt import Attempt, Split
 from llmproxy.scheduling.lease import Lease
 
 OPENING_EVENTS: Mapping[BodyKind, int] = {BodyKind.CHAT: 1, BodyKind.RESPONSES: 2, BodyKind.MESSAGES: 1}

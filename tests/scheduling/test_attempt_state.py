@@ -8,7 +8,7 @@ import pytest
 
 from llmproxy.core.domain import Outcome
 from llmproxy.core.retry import Again, Cause
-from llmproxy.gateway.proxying.attempt import Attempt, AttemptState
+from llmproxy.scheduling.attempt import Attempt, AttemptState
 
 State = AttemptState
 HAPPY = {

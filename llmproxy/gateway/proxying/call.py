@@ -1,27 +1,37 @@
-"""An attempt to serve a request on one backend: the call, its result, and its time limits."""
+"""A call to a backend, its answer, and its time limits."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from enum import IntEnum
 from math import inf
 
 from llmproxy.config import TimeoutsConfig
-from llmproxy.core.domain import Outcome, Stage, Usage, Verdict
+from llmproxy.core.domain import Stage, Usage
 from llmproxy.core.kv_connectors import KvConnector, Parameters
-from llmproxy.core.retry import MEANINGS, Again, Cause
+from llmproxy.core.retry import Cause
 from llmproxy.gateway.http.headers import Headers
 from llmproxy.gateway.http.routes import Dialect
 from llmproxy.gateway.proxying.sse import StreamTap
-from llmproxy.observe.exit import Split, shortened
-from llmproxy.scheduling.attempts import AttemptRecord, AttemptResult
 from llmproxy.upstream.port import Body
 
 
 @dataclass(frozen=True, slots=True)
+class Answer:
+    """A complete error answer of a backend. The client gets it if no other attempt is made."""
+
+    status: int
+    reason: str
+    headers: Headers
+    body: bytes
+
+
+@dataclass(slots=True)
 class Call:
-    """The request as it is sent to a backend, and how to treat the answer."""
+    """The request as it is sent to a backend, how to treat the answer, and the bytes of the answer that are kept.
+
+    The fields up to `listed` never change.
+    """
 
     method: str
     path_qs: str
@@ -44,101 +54,19 @@ class Call:
     # Whether the backend lists the model, so that "unknown model" is the backend's error and not the client's.
     listed: bool = True
 
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A complete error answer of a backend. The client gets it if no other attempt is made."""
-
-    status: int
-    reason: str
-    headers: Headers
-    body: bytes
-
-
-class AttemptState(IntEnum):
-    """How far an attempt has come."""
-
-    CONNECTING = 0
-    HEAD = 1  # The backend has sent the head of an answer.
-    HELD = 2  # Bytes of the body are held back: the first event of a stream, an error, or the result of a prefill.
-    STREAMING = 3  # The client gets the answer. No other attempt can be made.
-    DELIVERING = 4  # The whole answer is written, and the client still has to read the rest.
-    DONE = 5
-    FAILED = 6
-
-
-@dataclass(slots=True, repr=False)
-class Attempt(AttemptResult):
-    """An attempt: its state, and its result so far."""
-
-    state: AttemptState = AttemptState.CONNECTING
-    # Whether the attempt has been in STREAMING: the answer to the client has begun.
-    committed: bool = False
-    outcome: Outcome = Outcome.INTERNAL
-    # The error message for the client.
-    message: str = ""
-    # More about the error, for the log only, because it may contain addresses.
-    detail: str = ""
-    status: int = 0
     # The backend's own error answer.
     answer: Answer | None = None
-    first_token_s: float | None = None
-    last_byte_s: float = 0.0
-    max_gap_s: float = 0.0
-    chunks: int = 0
-    body_bytes: int = 0
     head: bytes = b""
     tail: bytes = b""
-    usage: Usage | None = None
+    answer_bytes: int = 0
+    last_byte_s: float = 0.0
     # The KV transfer parameters of a prefill.
     parameters: Parameters | None = None
-    # Why a stage of a split request failed.
-    split: Split | None = None
     tap: StreamTap | None = None
-
-    def __repr__(self) -> str:
-        return (
-            f"<Attempt {self.state.name} outcome={self.outcome} verdict={self.verdict} status={self.status}"
-            f" chunks={self.chunks} again={self.again.name}>"
-        )
-
-    def enter(self, state: AttemptState) -> None:
-        """Change the state. Raises ValueError for a step back, and for any step after DONE.
-
-        A failed attempt may enter DELIVERING, because the client gets the error event that ended its stream, and may
-        fail again meanwhile.
-        """
-        was = self.state
-        if was is AttemptState.DONE or (
-            state <= was and (was is not AttemptState.FAILED or state < AttemptState.DELIVERING)
-        ):
-            raise ValueError(f"an attempt cannot go from {was.name} to {state.name}")
-        self.state = state
-        if state is AttemptState.STREAMING:
-            self.committed = True
-
-    def fail(self, outcome: Outcome, cause: Cause, message: str) -> None:
-        """Record a failure. `cause` decides the verdict and whether the request may be retried."""
-        meaning = MEANINGS[cause]
-        self.enter(AttemptState.FAILED)
-        self.outcome, self.verdict, self.message = outcome, meaning.verdict, message
-        self.again = Again.NO if self.committed else meaning.again
-        self.deadly = meaning.deadly
-
-    def complete(self) -> None:
-        """Record that the answer is complete. The client may not have got all of it yet."""
-        self.outcome, self.verdict = Outcome.COMPLETED, Verdict.SERVED
 
     def refuses(self, member: bytes) -> bool:
         """Whether the backend refused the request because of this member of its body."""
-        return self.status in (400, 422) and self.answer is not None and member in self.answer.body
-
-    def note(self, record: AttemptRecord) -> None:
-        """Complete the record of this attempt at its end."""
-        record.ended_s, record.first_byte_s = asyncio.get_running_loop().time(), self.first_token_s
-        record.verdict, record.status = self.verdict, self.status or None
-        if self.message or self.detail:
-            record.error = shortened(f"{self.message} {self.detail}".strip())
+        return self.answer is not None and self.answer.status in (400, 422) and member in self.answer.body
 
 
 class AttemptTimer:

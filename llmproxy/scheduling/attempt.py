@@ -1,0 +1,189 @@
+"""An attempt to serve a request on one backend: its grant, its state and its result."""
+
+from __future__ import annotations
+
+import json
+from enum import IntEnum, StrEnum
+
+from msgspec import Struct
+
+from llmproxy.core.domain import Grant, GrantReason, Outcome, Predicted, Stage, Usage, Verdict
+from llmproxy.core.retry import MEANINGS, Again, Cause
+
+ERROR_CHARS_MAX = 2_000
+"""The most characters of an error, which may quote a client. A pipe may mix a line of more than 4 KB with lines of
+other processes."""
+_BEGINNING_CHARS = 160
+
+
+class Split(StrEnum):
+    """How a request was served in a pool with roles, or why it was not split.
+
+    All values except the first two name a failure, after which one backend served the whole request.
+    """
+
+    SPLIT = "split"  # Prefill and decode on two backends.
+    WHOLE = "whole"  # A single backend, because that was cheaper or the only possibility.
+    PREFILL_FAILED = "prefill_failed"
+    PREFILL_REFUSED = "prefill_refused"
+    NO_PARAMETERS = "no_parameters"
+    BAD_PARAMETERS = "bad_parameters"
+    LATE = "late_parameters"
+    UNREACHABLE = "unreachable"
+    TRANSFER_FAILED = "transfer_failed"
+    DECODE_FAILED = "decode_failed"
+    DECODE_REFUSED = "decode_refused"
+
+
+class AttemptState(IntEnum):
+    """How far an attempt has come."""
+
+    CONNECTING = 0
+    HEAD = 1  # The backend has sent the head of an answer.
+    HELD = 2  # Bytes of the body are held back: the first event of a stream, an error, or the result of a prefill.
+    STREAMING = 3  # The client gets the answer. No other attempt can be made.
+    DELIVERING = 4  # The whole answer is written, and the client still has to read the rest.
+    DONE = 5
+    FAILED = 6
+
+
+class Attempt(Struct, kw_only=True, omit_defaults=True):
+    """An attempt, from its grant to its end. It is part of the record of its request, and nothing changes it after its
+    end.
+
+    Times are on the scheduler's clock, so that their order can be audited. The fields up to `predicted_tpot` come from
+    the grant and never change.
+    """
+
+    backend: str | None = None
+    stage: Stage = Stage.WHOLE
+    # The attempt waited from `queued_s` to `granted_s`. At its grant, `queued_ahead` requests of its pool still waited.
+    queued_s: float | None = None
+    granted_s: float | None = None
+    queued_ahead: int | None = None
+    # The reason of the grant.
+    why: GrantReason | None = None
+    # The number of backends compared, and the named parts of the chosen backend's score.
+    candidates: int | None = None
+    terms: tuple[tuple[str, float], ...] = ()
+    # Predictions of the placement, None if it predicts nothing. The time to first token starts at the grant.
+    expected_cached_tokens: int | None = None
+    predicted_ttft: Predicted | None = None
+    predicted_tpot: Predicted | None = None
+    # The span that was sent to the backend as the parent, None without tracing.
+    span_id: str | None = None
+
+    state: AttemptState = AttemptState.CONNECTING
+    # Whether the attempt has been in STREAMING: the answer to the client has begun.
+    committed: bool = False
+    # The first body byte of a stream that was passed to the client.
+    first_byte_s: float | None = None
+    chunks: int = 0
+    # The longest wait between two chunks, in seconds.
+    max_gap_s: float = 0.0
+    # The end, or the preemption.
+    ended_s: float | None = None
+
+    outcome: Outcome = Outcome.INTERNAL
+    verdict: Verdict = Verdict.CLIENT_GONE
+    # Whether another backend may be tried; NO once the client has received a byte.
+    again: Again = Again.NO
+    # Whether the request may have crashed the engine.
+    deadly: bool = False
+    # Whether a prefill stage succeeded, so that the decode stage follows on another backend.
+    prefilled: bool = False
+    # Whether the request should be retried without a split.
+    unsplit: bool = False
+    # Why a stage of a split request failed.
+    split: Split | None = None
+    # HTTP status of the backend, None if it sent none.
+    status: int | None = None
+    # The error message for the client.
+    message: str = ""
+    # More about the error, for the operator only, because it may contain addresses.
+    detail: str = ""
+    # What the engine counted.
+    usage: Usage | None = None
+
+    @classmethod
+    def begun(cls, grant: Grant, queued_s: float) -> Attempt:
+        """Returns the attempt of a request that was granted a backend after waiting since `queued_s`."""
+        placed, request = grant.placed, grant.request
+        return cls(
+            backend=placed.backend,
+            stage=request.stage,
+            queued_s=queued_s,
+            granted_s=grant.at_s,
+            queued_ahead=grant.queued_ahead,
+            why=grant.why,
+            candidates=placed.candidates,
+            terms=placed.terms,
+            expected_cached_tokens=placed.cached_tokens if request.prefix or placed.ttft is not None else None,
+            predicted_ttft=placed.ttft,
+            # Several sequences stream interleaved, so the time per token of a single sequence cannot be observed.
+            predicted_tpot=placed.tpot if request.sequences <= 1 else None,
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"<Attempt {self.state.name} outcome={self.outcome} verdict={self.verdict} status={self.status}"
+            f" chunks={self.chunks} again={self.again.name}>"
+        )
+
+    def enter(self, state: AttemptState) -> None:
+        """Change the state. Raises ValueError for a step back, and for any step after DONE.
+
+        A failed attempt may enter DELIVERING, because the client gets the error event that ended its stream, and may
+        fail again meanwhile.
+        """
+        was = self.state
+        if was is AttemptState.DONE or (
+            state <= was and (was is not AttemptState.FAILED or state < AttemptState.DELIVERING)
+        ):
+            raise ValueError(f"an attempt cannot go from {was.name} to {state.name}")
+        self.state = state
+        if state is AttemptState.STREAMING:
+            self.committed = True
+
+    def fail(self, outcome: Outcome, cause: Cause, message: str) -> None:
+        """Record a failure. `cause` decides the verdict and whether the request may be retried."""
+        meaning = MEANINGS[cause]
+        self.enter(AttemptState.FAILED)
+        self.outcome, self.verdict, self.message = outcome, meaning.verdict, message
+        self.again = Again.NO if self.committed else meaning.again
+        self.deadly = meaning.deadly
+
+    def complete(self) -> None:
+        """Record that the answer is complete. The client may not have got all of it yet."""
+        self.outcome, self.verdict = Outcome.COMPLETED, Verdict.SERVED
+
+    def restart(self) -> None:
+        """Forget a refusal of the backend, because the same backend gets another call."""
+        self.state, self.outcome, self.verdict = AttemptState.CONNECTING, Outcome.INTERNAL, Verdict.CLIENT_GONE
+        self.again, self.status, self.message, self.detail = Again.NO, None, "", ""
+
+    @property
+    def error(self) -> str | None:
+        """The failure, in words."""
+        return shortened(f"{self.message} {self.detail}".strip())
+
+    @property
+    def predicted(self) -> dict[str, float]:
+        """The predictions of the placement by name. Missing predictions are left out."""
+        ttft, tpot = self.predicted_ttft, self.predicted_tpot
+        predicted: dict[str, float] = (
+            {} if self.expected_cached_tokens is None else {"cached_tokens": self.expected_cached_tokens}
+        )
+        if ttft is not None:
+            predicted |= {"ttft_s": ttft.expected_s, "ttft_p90_s": ttft.p90_s}
+        if tpot is not None:
+            predicted |= {"tpot_s": tpot.expected_s, "tpot_p90_s": tpot.p90_s}
+        return predicted
+
+
+def shortened(error: str) -> str | None:
+    """Shortens an error for a record; None for an empty error."""
+    # The limit applies to JSON, where escapes turn one character into up to twelve.
+    if len(error) > _BEGINNING_CHARS and len(json.dumps(error)) > ERROR_CHARS_MAX:
+        return f"{error[:_BEGINNING_CHARS]}... ({len(error)} characters)"
+    return error or None
