@@ -160,7 +160,7 @@ class Attempt(Struct, kw_only=True, omit_defaults=True):
     def restart(self) -> None:
         """Forget a refusal of the backend, because the same backend gets another call."""
         self.state, self.outcome, self.verdict = AttemptState.CONNECTING, Outcome.INTERNAL, Verdict.CLIENT_GONE
-        self.again, self.status, self.message, self.detail = Again.NO, None, "", ""
+        self.again, self.unsplit, self.status, self.message, self.detail = Again.NO, False, None, "", ""
 
     @property
     def error(self) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -344,6 +345,26 @@ async def test_decode_replica_refuses_the_computed_prompt(case: str) -> None:
         assert b"error" not in answer.body
         assert hows(proxy) == {how: 1}
         assert times == (2 if how in ("decode_refused", "transfer_failed") else 1)
+
+
+async def test_a_decode_replica_that_refuses_to_be_asked_for_usage_gets_each_prompt_once() -> None:
+    """The refusal has freed the prompt, so the second call must not fetch it."""
+
+    async def script(peer: Peer, request: bytes) -> None:
+        if b"stream_options" in request:
+            await peer.send(whole(b'{"message":"extra_forbidden: body.stream_options"}', "400 Bad Request"))
+            return
+        await peer.send(STREAM_HEAD + chunk(b'data: {"id":"1","choices":[{"delta":{"content":"x"}}]}\n\n'))
+        await peer.send(chunk(b"data: [DONE]\n\n") + STREAM_END)
+
+    async with scripted(script) as decode, split(NIXL, roles="prefill decode", extra=[decode.url]) as proxy:
+        for _ in range(2):
+            answer = await proxy.chat(STREAM)
+            assert answer.status == 200
+            assert b"error" not in answer.body
+        fetched = [found[0] for one in decode.requests if (found := re.findall(rb'"remote_request_id":"([^"]+)"', one))]
+        assert len(fetched) == len(set(fetched)) == 2
+        assert hows(proxy) == {"decode_refused": 1, "split": 1}
 
 
 async def test_a_compressed_answer_is_not_held_to_its_end() -> None:
