@@ -102,7 +102,7 @@ class Attempt(Struct, kw_only=True, omit_defaults=True):
     message: str = ""
     # More about the error, for the operator only, because it may contain addresses.
     detail: str = ""
-    # What the engine counted.
+    # The counts of the engine.
     usage: Usage | None = None
 
     @classmethod
