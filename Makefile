@@ -8,18 +8,24 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-all test-rest lint types contracts unit slow durations calls browser deploy-test tour numbers newest fuzz hostile chaos compat monitoring bench live lab lab-full docs reference lock audit sbom clean
 
-# The tested packages, on top of those that the program itself needs.
-.venv: $(BIN)/llmproxy .ci/requirements.txt
-	@$(PYTHON) .ci/install.py $(BIN)/python .ci/requirements.txt
+# A virtual environment with the program and the packages of locks $(1).
+define environment
+@$(PYTHON) -c 'import sys; sys.exit("llmproxy needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; try: make PYTHON=python3.12") if sys.version_info < (3, 11) else None'
+@echo "Making a virtual environment in .venv."
+@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+@$(PYTHON) .ci/install.py $(BIN)/python $(1) .ci/build.txt
+@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+@touch $(BIN)/llmproxy
+endef
+
+# The tested packages, which include those that the program needs.
+.venv: pyproject.toml .ci/requirements.txt .ci/build.txt
+	$(call environment,.ci/requirements.txt)
 	@touch .venv
 
+# The packages that the program needs.
 $(BIN)/llmproxy: pyproject.toml .ci/runtime.txt .ci/build.txt
-	@$(PYTHON) -c 'import sys; sys.exit("llmproxy needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; try: make PYTHON=python3.12") if sys.version_info < (3, 11) else None'
-	@echo "Making a virtual environment in .venv, once."
-	@$(PYTHON) -m venv .venv
-	@$(PYTHON) .ci/install.py $(BIN)/python .ci/runtime.txt .ci/build.txt
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
-	@touch $(BIN)/llmproxy
+	$(call environment,.ci/runtime.txt)
 
 demo: $(BIN)/llmproxy
 	@exec $(BIN)/llmproxy demo

@@ -20,7 +20,8 @@ def install(python: str, *locks: str) -> int:
     """Install locks with this interpreter's pip, print the progress, and return the exit code."""
     total = sum(len(re.findall(r"^[\w.-]+==", Path(lock).read_text(), re.MULTILINE)) for lock in locks)
     print(f"Installing {total} packages of {' and '.join(locks)}.", flush=True)
-    options = ["--disable-pip-version-check", "--progress-bar", "off", "--no-compile", "--require-hashes"]
+    # A lock names every package, so pip need not look for dependencies.
+    options = ["--disable-pip-version-check", "--progress-bar", "off", "--no-compile", "--require-hashes", "--no-deps"]
     for lock in locks:
         options += ["-r", lock]
     command = [python, "-u", "-m", "pip", "install", *options]
