@@ -25,7 +25,6 @@ from llmproxy.core.adapters import Adapters
 from llmproxy.core.backends.catalogue import Aliases
 from llmproxy.core.placement.policy import make
 from llmproxy.core.pools import Pools
-from llmproxy.core.shards import Shards
 from llmproxy.gateway.admin.adapters import AdapterRoutes
 from llmproxy.gateway.admin.backends import BackendRoutes
 from llmproxy.gateway.admin.debug import AdminPages
@@ -78,7 +77,7 @@ class Proxy:
     pools: Pools
     dispatcher: Dispatcher
     leasing: Dispatcher | ClusterLeasing
-    """Grants leases to requests of clients; in a cluster, through the leaders."""
+    """Grants leases to requests of clients; in a cluster, through the leader."""
     metrics: Metrics
     exits: Exits
     registry: BackendRegistry
@@ -294,13 +293,8 @@ async def _build(
     incarnation = uuid4().hex[:8]
     cluster_leasing = None if config.cluster.listen is None else ClusterLeasing(dispatcher, registry.backends)
 
-    def show(ended: RequestExit) -> None:
-        if cluster_leasing is not None:
-            cluster_leasing.exited(ended)
-        if cluster_leasing is None or cluster_leasing.shown_here(ended):
-            recorder.record(ended)
-
-    readers = [show, *_exit_readers(stack, config, metrics, now(), lambda: gateway.rulebook.current.config)]
+    shown = [recorder.record] if cluster_leasing is None else [cluster_leasing.exited, recorder.record]
+    readers = [*shown, *_exit_readers(stack, config, metrics, now(), lambda: gateway.rulebook.current.config)]
     exits = Exits(metrics, *readers)
     # Request ids must differ between members.
     ids = "" if cluster_leasing is None else f"{incarnation}-"
@@ -387,8 +381,7 @@ def _check(config: Config) -> None:
 
 def _pools(config: Config, limits: SharedLimits | None) -> Pools:
     settings, rng = settings_of(config), Random(config.scheduling.seed)
-    own = frozenset(config.cluster.pools if config.cluster.listen is not None else ())
-    return Pools(settings, {}, _aliases(config), partial(make, settings.placement, rng), limits, Shards(own))
+    return Pools(settings, {}, _aliases(config), partial(make, settings.placement, rng), limits)
 
 
 def _exit_readers(
@@ -463,12 +456,12 @@ def _live_state(proxy: Proxy, now: float) -> LiveState:
     )
     cluster = proxy.cluster
     needs = proxy.scale.needs()
-    if cluster is not None:
+    if cluster is not None and not cluster.is_leader:
         # A follower sees no requests, and would report the current number of replicas as needed.
-        needs = {pool: need for pool, need in needs.items() if cluster.shard_for_pool(pool).is_leader}
+        needs = {}
     body_bytes = (proxy.supervisor or proxy.gateway.handler.bodies).buffered_bytes
     return LiveState(
         queues, pools.blocked(), backends, body_bytes, pools.work_s(now), dispatcher.inversions, needs,
-        () if cluster is None else cluster.state(),
+        None if cluster is None else cluster.state(),
         None if proxy.limits is None else proxy.limits.away is None,
     )  # fmt: skip

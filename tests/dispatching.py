@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from functools import partial, update_wrapper
 from inspect import Signature, signature
@@ -16,7 +16,6 @@ from llmproxy.core.domain import AdmissionKind, Refused, Request, Verdict
 from llmproxy.core.placement.policy import make
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import Settings
-from llmproxy.core.shards import Shards
 from llmproxy.lab.run.virtual_time import run
 from llmproxy.scheduling.dispatcher import Dispatcher
 from llmproxy.scheduling.lease import Lease, Leasing
@@ -61,20 +60,10 @@ class Passes:
 
 
 def dispatcher(passes: Passes | None = None, settings: Settings = SETTINGS, **backends: int) -> Dispatcher:
-    return dispatcher_of({}, passes, settings, **backends)
-
-
-def dispatcher_of(
-    pools: Mapping[str, str], passes: Passes | None = None, settings: Settings = SETTINGS, **backends: int
-) -> Dispatcher:
-    """Returns a dispatcher with a shard for each of these pools, by backend. All others are in the usual pool."""
-    shards = Shards(frozenset(pools.values()))
-    made = Dispatcher(
-        Pools(settings, backends, {}, partial(make, settings.placement, Random(0)), shards=shards), passes or Passes()
-    )
+    made = Dispatcher(Pools(settings, backends, {}, partial(make, settings.placement, Random(0))), passes or Passes())
     for name in backends:
         made.answered(name)
-        made.listed(name, listing(base=pools.get(name, BASE)))
+        made.listed(name, listing(base=BASE))
     return made
 
 

@@ -8,7 +8,7 @@ that no source lists any more gets no new requests. It is removed after its requ
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
@@ -154,10 +154,10 @@ class BackendRegistry:
             if backend.url in known:
                 self._pools.backends[name].restore(known[backend.url])
 
-    def known_limits(self, among: Callable[[str], bool] = lambda _: True) -> dict[str, KnownLimit]:
-        """Maps backend URLs to learned batch limits, for the backends whose name passes `among`."""
+    def known_limits(self) -> dict[str, KnownLimit]:
+        """Maps the URLs of backends to their learned batch limits."""
         known = self._pools.known_limits().items()
-        return {self._backends[name].url: limit for name, limit in known if name in self._backends and among(name)}
+        return {self._backends[name].url: limit for name, limit in known if name in self._backends}
 
     def drained(self) -> set[str]:
         """Returns the names of backends that an operator drained, also of backends that have not joined yet."""

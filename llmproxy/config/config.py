@@ -321,34 +321,10 @@ class Config(Section):
             report([(("forward_credentials",), reason)])
         if self.cluster.listen is not None and self.workers > 1:
             report([(("workers",), "a member of a cluster is one process; run more members in the place of workers")])
-        if self.cluster.listen is not None:
-            self._sound_locks()
-        return self
-
-    def _sound_locks(self) -> None:
-        """Checks the store of shared rates and the pools with their own locks. Raises ValueError if the store is
-        missing or useless, or if such a pool is an alias.
-        """
-        shared, apart = self.shared_limits.store is not None, self.cluster.pools
-        if shared and not apart:
+        if self.cluster.listen is not None and self.shared_limits.store is not None:
             reason = "is of no use beside cluster.listen: limits already hold for all members together; leave it out"
             report([(("shared_limits", "store"), reason)])
-        limits = [tenant.limits for tenant in self.tenants] + [one.limits for one in self.models if one.targets]
-        rated = any(one.requests_per_min is not None or one.tokens_per_min is not None for one in limits)
-        aliases = {model.name for model in self.models if model.stands_for is not None}
-        report(
-            [
-                (("cluster", "pools", i), f"{name!r} is an alias; name its model")
-                for i, name in enumerate(apart)
-                if name in aliases
-            ]
-        )
-        if apart and rated and not shared:
-            reason = (
-                "each leader would let pass what a tenant or a name of several models has per minute: "
-                "set shared_limits.store, or leave this out"
-            )
-            report([(("cluster", "pools"), reason)])
+        return self
 
     def __setstate__(self, state: dict[Any, Any]) -> None:
         """Restores an unpickled configuration. First imports the plugins whose policies it names."""

@@ -35,6 +35,12 @@ OLD_KEYS: Mapping[str, str] = {
 policies until 0.1.0 is released. Both names at once are an error."""
 
 
+REMOVED_KEYS: Mapping[str, str] = {
+    "cluster.pools": "one leader schedules all pools; a larger fleet runs two clusters",
+}
+"""Removed keys, each with the reason. A file with such a key is refused, as with any unknown key."""
+
+
 def advice(key: str, instead: str) -> str:
     """Returns the warning for an old name of `key`. `instead` is the new key, flag or variable."""
     return f"is the old name of {key} and works until 0.1.0; write {instead}"

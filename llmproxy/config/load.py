@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from llmproxy.config.changes import SECRET
 from llmproxy.config.config import Config
-from llmproxy.config.document import ConfigError, Document, Place, advice, dotted
+from llmproxy.config.document import REMOVED_KEYS, ConfigError, Document, Place, advice, dotted
 from llmproxy.config.idle import find_idle
 from llmproxy.config.keys import keys, leaves, sections_in
 from llmproxy.config.schema.backends import BackendConfig, BackendsFile
@@ -121,7 +121,9 @@ MESSAGES = {
 
 def _reasons(error: ValidationError, top: type[Section]) -> Iterator[tuple[Place, str]]:
     for detail in error.errors(include_url=False):
-        if detail["type"] == "extra_forbidden":
+        if (removed := REMOVED_KEYS.get(dotted(detail["loc"])[:-2])) is not None:
+            yield detail["loc"], f"was removed ({removed}): remove the key"
+        elif detail["type"] == "extra_forbidden":
             meant = _nearest_key(detail["loc"], top)
             yield detail["loc"], "is not a known key" + (f' (nearest known key: "{meant}")' if meant else "")
         # A default cannot be derived only after another problem, which is reported.

@@ -6,7 +6,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count
-from math import inf
 
 from llmproxy.core.backends.backend import Backend
 from llmproxy.core.backends.catalogue import Aliases, Catalogue
@@ -41,7 +40,6 @@ from llmproxy.core.scaling.observer import Scaling, replica_facts
 from llmproxy.core.scaling.roles import apart
 from llmproxy.core.scheduler import Scheduler
 from llmproxy.core.settings import Settings, UsageLimit
-from llmproxy.core.shards import DEFAULT, ONE_SHARD, Shards
 from llmproxy.core.snapshot import (
     LIMITS_MAX,
     TOTAL_FLOWS_MAX,
@@ -70,7 +68,6 @@ class Pools:
         aliases: Aliases,
         make_placement: Callable[[], Placement],
         rates: Rates | None = None,
-        shards: Shards = ONE_SHARD,
     ) -> None:
         """Creates the pools.
 
@@ -78,12 +75,9 @@ class Pools:
             backends: Maps backends to the configured `max_in_flight`; None to learn the limit.
             make_placement: Makes the placement of a pool. Called once per pool.
             rates: Enforces the rate limits that this process shares with others; None: this process enforces its own.
-            shards: The pools that different processes may schedule.
         """
         self.settings = settings
-        self.shards = shards
-        self._until_s = dict.fromkeys(shards.names, inf)
-        self._limit_divisors = dict.fromkeys(shards.names, 1)
+        self._limit_divisor = 1
         self._make_placement = make_placement
         self._occupancy = Occupancy(settings.queue)
         self._limits = UsageLimits(settings.limits, rates)
@@ -98,7 +92,7 @@ class Pools:
         self._to_regroup = False
         self.scaling = Scaling(settings.scaling)
         self.catalogue = Catalogue((), aliases)
-        self.catalogue.named, self.catalogue.apart = frozenset(settings.scaling.pools), shards.separate
+        self.catalogue.named = frozenset(settings.scaling.pools)
         self.catalogue.unlisted = settings.unlisted
         self.estimator = Estimator()
         self.backends: dict[str, Backend] = {}
@@ -121,7 +115,7 @@ class Pools:
         backend = self.backends[name] = Backend(
             name, settings.capacity, settings.health, max_in_flight, settings.ceiling_range, prompt_range, role
         )
-        backend.limit_divisor = self._limit_divisors[DEFAULT]
+        backend.limit_divisor = self._limit_divisor
         backend.health.on_event = lambda event: self._health_events.append((name, event))
 
     def known_limits(self) -> dict[str, KnownLimit]:
@@ -163,41 +157,22 @@ class Pools:
             scheduler.reconfigure(settings, now)
         self._arrange()
 
-    def split_limits(self, divisor: int, now: float, shard: str = DEFAULT) -> None:
+    def split_limits(self, divisor: int, now: float) -> None:
         """Divides every limit by `divisor` from the next decision on, because that many processes now decide
-        independently.
-
-        A usage limit may apply to several shards, so it is divided by the largest divisor of all shards. Bounds of the
-        waiting room are not divided.
+        independently. Bounds of the waiting room are not divided.
         """
-        self._limit_divisors[shard] = divisor
+        self._limit_divisor = divisor
         debts = self._limits.rates.debts(now)
         # An exhausted rate is exhausted in each part too, and recovers after the same time.
         self._limits.reconfigure({}, now)
         self._limits.reconfigure(self._split_usage_limits(), now)
         self._limits.rates.restore(debts, now)
-        for name, backend in self.backends.items():
-            backend.limit_divisor = self._limit_divisors[self.shard_for_backend(name)]
+        for backend in self.backends.values():
+            backend.limit_divisor = divisor
 
     def _split_usage_limits(self) -> dict[str, UsageLimit]:
         """Returns the part of each usage limit that this process may use."""
-        divisor = max(self._limit_divisors.values())
-        return {name: limit.split(divisor) for name, limit in self.settings.limits.items()}
-
-    def shard_for_backend(self, backend: str) -> str:
-        return self.shards.for_pool(self.pool_of(backend))
-
-    def decide_until(self, until_s: float, shard: str = DEFAULT) -> None:
-        """Stops decisions about a shard at `until_s`, because another process may decide from then on."""
-        self._until_s[shard] = until_s
-
-    def decides(self, pool: str, now: float) -> bool:
-        """Returns whether this process decides about a pool."""
-        return now < self._until_s[self.shards.for_pool(pool)]
-
-    def decides_any(self, now: float) -> bool:
-        """Returns whether this process decides about any pool."""
-        return now < max(self._until_s.values())
+        return {name: limit.split(self._limit_divisor) for name, limit in self.settings.limits.items()}
 
     # --- polls ----------------------------------------------------------------------------------------
 
@@ -276,9 +251,6 @@ class Pools:
                 old.detach(backend.name)
             if new is not None:
                 new.attach(backend)
-        divisor = self._limit_divisors[self.shard_for_backend(backend.name)]
-        if backend.limit_divisor != divisor:
-            backend.limit_divisor = divisor
 
     def _scheduler_of(self, request: Request) -> Scheduler | None:
         """Returns the scheduler of the backends that list the model of a request now, whatever the name of their
@@ -325,10 +297,7 @@ class Pools:
         has gone since the model name was resolved.
         """
         scheduler = self._scheduler_of(request)
-        if scheduler is None or (
-            scheduler.pool != request.pool
-            and self.shards.for_pool(scheduler.pool) != self.shards.for_pool(request.pool)
-        ):
+        if scheduler is None:
             message = f"No backend serves `{request.model}` in this pool any more. Try again shortly."
             raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_EMPTY_S)
         scheduler.submit(request, now, excluded, entry)
@@ -352,12 +321,11 @@ class Pools:
         self._of_lease[lease] = scheduler.leases
         return lease
 
-    def balances(self, shard: str = DEFAULT) -> dict[tuple[str, int], Mapping[str, float]]:
-        """Returns the flow balances of a shard per (pool, band), for the process that takes over the shard."""
+    def balances(self) -> dict[tuple[str, int], Mapping[str, float]]:
+        """Returns the flow balances per (pool, band), for the process that decides next."""
         return {
             (name, level): balances
             for name, scheduler in self.schedulers.items()
-            if self.shards.for_pool(name) == shard
             for level, balances in scheduler.balances().items()
         }
 
@@ -429,7 +397,7 @@ class Pools:
         if self._left:
             self._left = [one for one in self._left if not one.idle]
             self._all = (*self.schedulers.values(), *self._left)
-        schedulers = self._deciding(now)
+        schedulers = list(self._all)
         if self.settings.limits and len(schedulers) > 1:
             # A usage limit may span pools, so its free slots are granted by band and arrival, not by pool.
             schedulers.sort(key=Scheduler.first_blocked)
@@ -448,12 +416,6 @@ class Pools:
                 to_decide.extend([one for one in others if one not in to_decide])
         return decisions
 
-    def _deciding(self, now: float) -> list[Scheduler]:
-        of, until_s = self.shards.for_pool, self._until_s
-        if now < min(until_s.values()):
-            return list(self._all)
-        return [one for one in self._all if now < until_s[of(one.pool)]]
-
     def faults(self, now: float) -> list[tuple[Exception, int]]:
         """Returns each exception that a policy raised since the last call, with its number of occurrences."""
         found: list[tuple[Exception, int]] = []
@@ -466,7 +428,7 @@ class Pools:
         if self._to_regroup:
             return now
         earliest_s: float | None = None
-        for scheduler in self._deciding(now):
+        for scheduler in self._all:
             wakeup_s = scheduler.next_wakeup(now)
             if wakeup_s is not None and (earliest_s is None or wakeup_s < earliest_s):
                 earliest_s = wakeup_s
@@ -524,11 +486,11 @@ class Pools:
         """Returns the waiting requests, why they wait, and the free slots of the backends, with at most `flows_max`
         flows.
 
-        The cost is proportional to the flows shown. Pools about which another process decides are left out.
+        The cost is proportional to the flows shown.
         """
         pools: list[PoolSnapshot] = []
         flows_left = TOTAL_FLOWS_MAX if flows_max is None else flows_max
-        for scheduler in self._deciding(now) or self.schedulers.values():
+        for scheduler in self._all:
             pools.append(scheduler.snapshot(now, flows_left))
             flows_left -= sum(len(band.shown) for band in pools[-1].bands)
         in_flight = self._limits.in_flight()
@@ -537,7 +499,7 @@ class Pools:
             LimitSnapshot(
                 name,
                 in_flight[name],
-                self.settings.limits[name].split(max(self._limit_divisors.values())).in_flight
+                self.settings.limits[name].split(self._limit_divisor).in_flight
                 if name in self.settings.limits
                 else None,
                 *self._limits.rates.left_per_min(name, now),

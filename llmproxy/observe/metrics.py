@@ -6,7 +6,7 @@ so that they never drift from its state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import prometheus_client
@@ -69,10 +69,9 @@ class BackendState:
 
 
 @dataclass(frozen=True, slots=True)
-class ShardState:
-    """The pools of one leader, as a cluster member sees them."""
+class ClusterState:
+    """The cluster, as one member sees it."""
 
-    pool: str  # "" for all pools without a lock of their own.
     leads: bool
     led: bool
     epoch: int
@@ -93,7 +92,7 @@ class LiveState:
     work_s: Mapping[str, float] = field(default_factory=dict)  # Pool -> seconds of queued work.
     inversions: int = 0  # Priority inversions since the start.
     needs: Mapping[str, Need] = field(default_factory=dict)  # Pool -> needed replicas.
-    shards: tuple[ShardState, ...] = ()  # Empty without a cluster.
+    cluster: ClusterState | None = None
     limits_store_up: bool | None = None  # None if the limits are not shared.
 
 
@@ -125,7 +124,7 @@ class _LiveCollector(Collector):
 
     def describe(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         # Registering asks for the names, and the state may not exist yet at that time.
-        return _gauges(LiveState(shards=(ShardState("", False, False, 0, 0, 0, 0.0, False),)))
+        return _gauges(LiveState(cluster=ClusterState(False, False, 0, 0, 0, 0.0, False)))
 
 
 def _gauges(state: LiveState) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
@@ -153,11 +152,11 @@ def _gauges(state: LiveState) -> Iterator[CounterMetricFamily | GaugeMetricFamil
     if state.limits_store_up is not None:
         up_text = "1 while the store of shared limits answers."
         yield GaugeMetricFamily("llmproxy_limits_store_up", up_text, value=state.limits_store_up)
-    if state.shards:
-        yield from _cluster(state.shards)
+    if state.cluster is not None:
+        yield from _cluster(state.cluster)
 
 
-_SHARD_GAUGES: tuple[tuple[str, str, Callable[[ShardState], float | None]], ...] = (
+_CLUSTER_GAUGES: tuple[tuple[str, str, Callable[[ClusterState], float | None]], ...] = (
     ("leader", "1 at the member that schedules for the cluster.", lambda one: one.leads),
     ("has_leader", "1 while there is a leader that this member can ask.", lambda one: one.led),
     ("epoch", "The epoch: the number of the leader's term, which only rises.", lambda one: one.epoch),
@@ -165,17 +164,14 @@ _SHARD_GAUGES: tuple[tuple[str, str, Callable[[ShardState], float | None]], ...]
     ("last_leaderless_seconds", "Time without a leader before the current leader.", lambda one: one.gap_s),
     ("lock_unreachable", "1 while the lock of the cluster cannot be asked.", lambda one: one.lock_away),
 )
-"""(Name, help, value) of each gauge with the label `pool`, which is empty for all pools without their own lock."""
 
 
-def _cluster(shards: Sequence[ShardState]) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-    for name, text, value_of in _SHARD_GAUGES:
-        yield _gauge(f"cluster_{name}", text, "pool", ((one.pool, value_of(one)) for one in shards))
+def _cluster(state: ClusterState) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+    for name, text, value_of in _CLUSTER_GAUGES:
+        if (value := value_of(state)) is not None:
+            yield GaugeMetricFamily(f"llmproxy_cluster_{name}", text, value=value)
     changes_text = "Leaders that this member followed, or times that it began to lead."
-    changes = CounterMetricFamily("llmproxy_cluster_leader_changes", changes_text, labels=["pool"])
-    for one in shards:
-        changes.add_metric([one.pool], one.changes)
-    yield changes
+    yield CounterMetricFamily("llmproxy_cluster_leader_changes", changes_text, value=state.changes)
 
 
 def _scale(needs: Mapping[str, Need]) -> Iterator[GaugeMetricFamily]:

@@ -30,7 +30,6 @@ from llmproxy.core.domain import (
 )
 from llmproxy.core.estimates.tokens import Estimate
 from llmproxy.core.lease_events import AnyLeaseEvent, LeaseEvent
-from llmproxy.core.shards import DEFAULT
 from llmproxy.observe.exit import RequestExit
 
 PROTOCOL = 1
@@ -271,7 +270,7 @@ class StopWorker(Message, frozen=True, tag=27):
 
 
 class Hello(Message, frozen=True, tag=40):
-    """The first message of a member on a connection, for one shard."""
+    """The first message of a member on a connection."""
 
     protocol: int
     version: str
@@ -282,10 +281,9 @@ class Hello(Message, frozen=True, tag=40):
     config: str
     """See `config_hash`."""
     epoch: int
-    """The highest epoch of the shard that the member knows."""
-    shard: str = DEFAULT
+    """The highest epoch that the member knows."""
     candidate: bool = True
-    """Whether the member can become the leader of the shard."""
+    """Whether the member can become the leader."""
 
 
 class Welcome(Message, frozen=True, tag=41):
@@ -341,15 +339,9 @@ class Members(Message, frozen=True, tag=47):
 
 
 class Drained(Message, frozen=True, tag=48):
-    """Which backends of the shard an operator has drained.
-
-    The leader lists the other backends too, because a member that has not read the models of a backend yet may assign
-    it to another shard.
-    """
+    """The backends that an operator has drained. All others are not drained."""
 
     backends: frozenset[str]
-    others: frozenset[str] | None = None
-    """Backends that are not drained; None: all others of the shard."""
 
 
 class Balances(Message, frozen=True, tag=49):

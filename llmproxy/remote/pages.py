@@ -105,10 +105,6 @@ class RemotePages:
         del path, on_admin_port
         return await self._forward(request)
 
-    async def get(self, raw_path: str, request: web.BaseRequest) -> PageResponse:
-        """Request another page for the client of this request, without a body. Raises Failure."""
-        return await self._ask(request, None, raw_path)
-
     async def _forward(self, request: web.BaseRequest) -> web.Response:
         response = await self._ask(request, None)
         if response.status == 100:
@@ -119,8 +115,8 @@ class RemotePages:
             status=response.status, reason=response.reason, headers=list(response.headers), body=response.body
         )
 
-    async def _ask(self, request: web.BaseRequest, body: bytes | None, raw_path: str | None = None) -> PageResponse:
-        raw = _raw(request, body, raw_path or request.raw_path)
+    async def _ask(self, request: web.BaseRequest, body: bytes | None) -> PageResponse:
+        raw = _raw(request, body)
         try:
             response = await self._client.answer(
                 lambda call: PageRequest(call, raw, request.remote or "", request.get(PASSED_ON, 0) + 1)
@@ -131,8 +127,8 @@ class RemotePages:
         return response
 
 
-def _raw(request: web.BaseRequest, body: bytes | None, raw_path: str) -> bytes:
-    """Returns the bytes of a request with this path. Without a `body`, `Expect` makes the server ask for it."""
+def _raw(request: web.BaseRequest, body: bytes | None) -> bytes:
+    """Returns the bytes of a request. Without a `body`, `Expect` makes the server ask for it."""
     fields = [*request.raw_headers]
     if body is not None:
         fields = [field for field in fields if field[0].lower() not in _FRAMING]
@@ -140,5 +136,5 @@ def _raw(request: web.BaseRequest, body: bytes | None, raw_path: str) -> bytes:
     elif request.can_read_body and "expect" not in request.headers:
         fields.append((b"Expect", b"100-continue"))
     version = f"HTTP/{request.version.major}.{request.version.minor}"
-    first = f"{request.method} {raw_path} {version}\r\n".encode("utf-8", "surrogateescape")
+    first = f"{request.method} {request.raw_path} {version}\r\n".encode("utf-8", "surrogateescape")
     return first + b"".join(b"%b: %b\r\n" % field for field in fields) + b"\r\n" + (body or b"")

@@ -62,17 +62,12 @@ class _Lent(Struct, eq=False):
 class LeaseServer:
     """Serves the calls of one client process over successive links."""
 
-    def __init__(self, services: Services, other: Callable[[FromWorker | FromMember], None], shard: str | None) -> None:
-        """
-        Args:
-            other: Gets messages that do not concern leases.
-            shard: Requests for other shards are refused; None: there is only one.
-        """
+    def __init__(self, services: Services, other: Callable[[FromWorker | FromMember], None]) -> None:
+        """`other` gets messages that do not concern leases."""
         self._services = services
         self._dispatcher = services.dispatcher
         self._pools = services.dispatcher.pools
         self._other = other
-        self._shard = shard
         self._loop = asyncio.get_running_loop()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         """Calls that are not answered yet."""
@@ -297,9 +292,6 @@ class LeaseServer:
         self._reported.add(request.id)
         if (lent := self._lent.get(call)) is not None:
             self._grant(call, lent)
-        elif self._shard is not None and self._pools.shards.for_pool(request.pool) != self._shard:
-            why = f"Members differ about the lock of `{request.pool}`. Give all of them the same cluster.pools."
-            self.send(messages.CallRefused(call, Outcome.REJECTED_NO_BACKENDS, why, None))
         elif call not in self._tasks:
             if not self._shares_clock:
                 request = relative_to(request, -self._loop.time())

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 
 from llmproxy.core.backends.catalogue import Aliases, Target
 from llmproxy.core.backends.health import EjectionEvent
@@ -31,7 +32,6 @@ from llmproxy.core.domain import (
 from llmproxy.core.lease_events import LeaseEvent, Returned, Started
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.admission import refusal
-from llmproxy.core.shards import DEFAULT
 from llmproxy.lifecycle.paced import PacedCalls
 from llmproxy.scheduling.lease import Admitted, Lease
 
@@ -84,6 +84,7 @@ class Dispatcher:
     _leases: dict[int, Lease] = field(default_factory=dict)
     # Whether a pass is due in the next turn of the loop.
     _scheduled: bool = False
+    _until_s: float = inf
     _cuts: PacedCalls = field(default_factory=PacedCalls)
     _closed: bool = False
     _timer: asyncio.TimerHandle | None = None
@@ -320,9 +321,9 @@ class Dispatcher:
 
     # --- decisions ----------------------------------------------------------------------------------------------------
 
-    def decide_until(self, until_s: float, shard: str = DEFAULT) -> None:
-        """Stops decisions about a shard at `until_s`, because another process may decide from then on."""
-        self.pools.decide_until(until_s, shard)
+    def decide_until(self, until_s: float) -> None:
+        """Stops decisions at `until_s`, because another process may decide from then on."""
+        self._until_s = until_s
         self._decide_soon()
 
     def _decide_soon(self) -> None:
@@ -339,7 +340,7 @@ class Dispatcher:
             self._timer = None
         loop = asyncio.get_running_loop()
         now = loop.time()
-        if not self.pools.decides_any(now):
+        if now >= self._until_s:
             return
         for decision in self.pools.decide(now):
             self._carry_out(decision)

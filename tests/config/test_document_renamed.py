@@ -76,6 +76,11 @@ def test_old_flag_and_variable_set_the_new_key_with_a_warning(
     assert config.old_names == (f"{origin}: {ADVICE} {instead}",)
 
 
+def test_removed_key_says_what_to_do(write: Any) -> None:
+    with pytest.raises(ConfigError, match=r":1: cluster.pools: was removed \(one leader .*\): remove the key"):
+        load(write("cluster: {pools: [code]}\n"))
+
+
 @pytest.mark.parametrize("old", [old for old, new in OLD_KEYS.items() if new in keys()])
 def test_old_and_new_flag_together_are_refused(old: str) -> None:
     flags = {flag_of(key).strip("-").replace("-", "_"): "1" for key in (old, OLD_KEYS[old])}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from llmproxy.config import ConfigError, changes_between, hash_of, load, with_reloadable
+from llmproxy.config import ConfigError, changes_between, load, with_reloadable
 from llmproxy.config.changes import read_at_start
 
 STORE = "store: 'valkey://valkey:6379'"
@@ -69,30 +69,3 @@ def test_another_store_needs_a_restart_and_is_not_shown(write: Any) -> None:
     ]
     assert all(read_at_start(change.key) for change in changes)
     assert with_reloadable(old, new) == old
-
-
-POOLS = "cluster: {listen: '127.0.0.1:8090', pools: [code]}\n"
-
-
-def test_leaders_of_several_pools_need_a_store_for_the_rates_of_tenants(write: Any) -> None:
-    said = ":1: cluster.pools: each leader would let pass what a tenant or"
-    tenants = f"tenants: [{{name: a, keys: ['{hash_of('k')}'], limits: {{requests_per_min: 60}}}}]\n"
-    assert said in problem(write, POOLS + tenants)
-    load(write(f"{POOLS}{tenants}shared_limits: {{{STORE}}}"))
-
-
-def test_leaders_of_several_pools_need_a_store_for_the_rates_of_a_name_of_several_models(write: Any) -> None:
-    said = ":1: cluster.pools: each leader would let pass what a tenant or a name of several models has per minute"
-    models = "models: [{name: chat, targets: {base: 9, code: 1}, limits: {tokens_per_min: 60}}]\n"
-    assert said in problem(write, POOLS + models)
-    load(write(f"{POOLS}{models}shared_limits: {{{STORE}}}"))
-    load(write(f"{POOLS}models: [{{name: chat, target: code, limits: {{tokens_per_min: 60}}}}]\n"))
-
-
-def test_a_limit_in_flight_needs_no_store(write: Any) -> None:
-    load(write(f"{POOLS}tenants: [{{name: a, keys: ['{hash_of('k')}'], limits: {{in_flight: 6}}}}]\n"))
-
-
-def test_an_alias_has_no_lock(write: Any) -> None:
-    text = "models: [{name: code, target: qwen}]\n" + POOLS
-    assert ":2: cluster.pools[0]: 'code' is an alias; name its model" in problem(write, text)

@@ -24,7 +24,6 @@ from llmproxy.core.domain import (
 from llmproxy.core.lease_events import Returned, Started
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import Settings
-from llmproxy.core.shards import Shards
 from tests.core.machine.account import assert_nothing_left
 from tests.core.make import DEFAULTS, grants, kill, names, only_drop, only_grant, pools, refusal, request, tight
 
@@ -325,17 +324,6 @@ def test_a_named_pool_that_has_joined_another_one_is_shown_once() -> None:
     assert sorted(of.needs(0.0)) == ["old"]
     of.listed("a", lists("new", "older"))
     assert sorted(of.needs(0.0)) == ["old", "older"]
-
-
-def test_a_name_with_a_lock_of_its_own_keeps_its_shard() -> None:
-    of = Pools(TIGHT, dict.fromkeys("ab", 1), {}, fleet()._make_placement, shards=Shards(frozenset({"old"})))
-    for name, served in (("a", ("new", "old")), ("b", ("new",))):
-        of.backends[name].answered(0.0)
-        of.listed(name, lists(*served))
-    assert {of.shard_for_backend(name) for name in "ab"} == {"old"}
-    # A member that has not read the list of "a" takes "new" for a pool of the default shard.
-    early = request(pool="new", model="new")
-    assert refusal(of.submit, early, 0.0).outcome is Outcome.REJECTED_NO_BACKENDS
 
 
 def test_another_process_may_call_a_pool_by_another_of_its_names() -> None:

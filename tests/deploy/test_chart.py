@@ -17,7 +17,6 @@ from llmproxy.config.changes import NEEDS_RESTART
 from llmproxy.config.config import Config
 from llmproxy.config.keys import walk
 from llmproxy.config.pods_url import INFERENCE_POOL, NAMES, PODS, SERVICE, PodsUrl
-from llmproxy.remote.cluster.stores import lock_name
 from llmproxy.tools.export.scaling import HPA, KEDA
 from tests.deploy import CHART, PAGE
 from tests.deploy.objects import (
@@ -178,17 +177,6 @@ def test_members_have_the_right_to_their_lease_alone(lock: str | None) -> None:
     assert [rule.get("resourceNames") for role in kind(named, "Role") for rule in role["rules"]] == (
         [["chat"], None] if lock is None else []
     )
-
-
-@pytest.mark.parametrize("pool", ["meta-llama/Llama-3.3-70B-Instruct", "qwen", "模型", f"{60 * 'x'}/y", "--A--"])
-def test_pools_with_a_lock_of_their_own_have_leases_of_the_names_that_the_proxy_uses(pool: str) -> None:
-    cluster = {"listen": "0.0.0.0:8090", "plaintext": True, "pools": [pool, "other"]}
-    [role] = kind(of({"backends": ["http://d:8000"], "cluster": cluster}), "Role")
-    assert role["rules"][0]["resourceNames"] == [
-        "llmproxy",
-        lock_name("llmproxy", pool),
-        lock_name("llmproxy", "other"),
-    ]
 
 
 def test_only_members_reach_the_port_of_members() -> None:

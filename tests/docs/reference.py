@@ -20,7 +20,7 @@ from llmproxy.gateway.http.errors import STATUS, error_fields
 from llmproxy.observe.exit import RequestExit
 from llmproxy.observe.exit_fields import FIELDS as EXIT_FIELDS
 from llmproxy.observe.logs import LEVELS
-from llmproxy.observe.metrics import BackendState, LiveState, Metrics, QueueState, ShardState
+from llmproxy.observe.metrics import BackendState, ClusterState, LiveState, Metrics, QueueState
 from llmproxy.scheduling.attempt import Split
 from tests import ROOT
 from tests.docs import cli_page, keys_page
@@ -69,7 +69,7 @@ def live_state() -> LiveState:
     )  # fmt: skip
     return LiveState(
         queues=(QueueState("default", 1, 1),), blocked={"limit": 1}, backends=(backend,), work_s={"m": 1.0},
-        shards=(ShardState("m", leads=True, led=True, epoch=1, members=1, changes=1, gap_s=0.0, lock_away=False),),
+        cluster=ClusterState(leads=True, led=True, epoch=1, members=1, changes=1, gap_s=0.0, lock_away=False),
         limits_store_up=True, needs={"m": need},
     )  # fmt: skip
 

@@ -16,7 +16,6 @@ from llmproxy.config.value_types import (
     Integer,
     LockName,
     Name,
-    Names,
     Networks,
     Number,
     Origins,
@@ -112,8 +111,6 @@ class ClusterConfig(Section):
     and get 503 after `lock_s` and 5 s."""
     name: Annotated[LockName, _IN_CLUSTER] = "llmproxy"
     """Name of the cluster and its lock."""
-    pools: Annotated[Names, _IN_CLUSTER] = Field(default=(), examples=[["llama-3.3-70b"]])
-    """Base models with a lock and a leader each. All others share one."""
     member: Annotated[Name | None, _IN_CLUSTER] = None
     """Name of this member. null: the host name."""
     plaintext: Annotated[bool, _IN_CLUSTER] = False

@@ -42,8 +42,8 @@ class Catalogue:
     Backends with a common base model are in one pool, and pools with a common backend are one pool. An adapter belongs
     to the pool of the backend that lists it. The name of a pool is the base model that most of its backends list; on a
     tie, the base model that is first in most lists, then the first in alphabetical order. So the name depends on the
-    model lists alone, and a roll-out from one served name to another changes it once. A name in `apart` or `named`
-    takes precedence over these rules. The lists of backends that are down still count.
+    model lists alone, and a roll-out from one served name to another changes it once. A name in `named` takes
+    precedence over these rules. The lists of backends that are down still count.
     """
 
     def __init__(self, backends: Iterable[str], aliases: Aliases) -> None:
@@ -65,8 +65,6 @@ class Catalogue:
         """Adapters that are to be loaded. Requests for them get a Retry-After instead of `unknown_model`."""
         self.named: frozenset[str] = frozenset()
         """Pools that may have no backend at the moment."""
-        self.apart: frozenset[str] = frozenset()
-        """Pools with an own shard."""
         self.unlisted: Mapping[str, str] = {}
         """Names or name patterns that are accepted before a backend lists them, with their base models."""
         self.expecting = False
@@ -239,8 +237,8 @@ class Catalogue:
         listed = Counter(name for names in bases.values() for name in set(names))
         first = Counter(names[0] for names in bases.values())
 
-        def rank(name: str) -> tuple[bool, bool, int, int, str]:
-            return name not in self.apart, name not in self.named, -listed[name], -first[name], name
+        def rank(name: str) -> tuple[bool, int, int, str]:
+            return name not in self.named, -listed[name], -first[name], name
 
         self.names = dict(sorted((min(names, key=rank), names) for names in _joined(bases.values())))
         self._pool_named = {name: pool for pool, names in self.names.items() for name in names}

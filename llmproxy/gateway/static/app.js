@@ -1,7 +1,7 @@
 // The page: requests the state of the proxy once a second, and passes it to the current view.
 
 import { forgetColours } from "./lib/chart.js";
-import { history, json, key, LockedError, pool, RefusedError, UnreachableError } from "./lib/client.js";
+import { history, json, key, LockedError, RefusedError, UnreachableError } from "./lib/client.js";
 import { h, put } from "./lib/dom.js";
 import { clock } from "./lib/format.js";
 import { History } from "./lib/history.js";
@@ -125,22 +125,6 @@ function draw() {
   const { version, placement, instance, cluster } = store.live;
   const led = cluster ? ` · ${cluster.leader ? `${cluster.leader} leads ${cluster.members.length} members (${cluster.members.join(", ")}), epoch ${cluster.epoch}` : "the cluster has no leader"}` : "";
   put(element("footer"), `llmproxy ${version} · placement ${placement} · process ${instance}${led} · the proxy's time is ${clock(store.live.unix_s)}`);
-  drawLeaders(cluster);
-}
-
-/** Shows which leader this page is about, and links to the other leaders, if pools have their own. */
-function drawLeaders(cluster) {
-  const leaders = cluster ? [["", cluster.leader], ...Object.entries(cluster.pools).map(([name, one]) => [name, one.leader])] : [];
-  const host = element("leaders");
-  host.hidden = leaders.length < 2;
-  const said = JSON.stringify(leaders);
-  if (host.hidden || host.dataset.said === said) return;
-  host.dataset.said = said;
-  host.replaceChildren("Shown: ", ...leaders.flatMap(([name, leader], at) => {
-    const text = `${name || "pools led together"} (${leader ?? "no leader"})`;
-    const place = name ? `?${new URLSearchParams({ pool: name })}` : location.pathname;
-    return [at ? " · " : "", name === (pool ?? "") ? h("strong", {}, text) : h("a", { href: `${place}${location.hash}` }, text)];
-  }));
 }
 
 function drawStatus() {

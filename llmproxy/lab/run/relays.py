@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmproxy.core.shards import DEFAULT
 from llmproxy.lab.run.proxy import LabProxy
 from llmproxy.observe import logs
 from llmproxy.remote import messages
@@ -143,8 +142,8 @@ class VirtualLock:
             self._held = None
         return self._held
 
-    async def release(self, holder: str, epoch: int) -> None:
-        if self._held is not None and self._held.holder == holder and self._held.epoch <= epoch:
+    async def release(self, holder: str) -> None:
+        if self._held is not None and self._held.holder == holder:
             self._held = None
 
     async def close(self) -> None:
@@ -187,7 +186,7 @@ class LabCluster:
         )  # fmt: skip
         me = Hello(PROTOCOL, "", name, "0", "", "", 0)
         return Cluster(
-            me, LOCK_S, {DEFAULT: self._lock}, proxy.dispatcher, leasing, services, lambda _: shared, network
+            me, LOCK_S, self._lock, proxy.dispatcher, leasing, services, shared, network
         )  # fmt: skip
 
     async def start(self) -> None:
@@ -196,14 +195,14 @@ class LabCluster:
         logs.configure("text", "error")
         for member in self.members:
             await member.cluster.start(_no_page)
-            while not member.cluster.default.has_leader:  # noqa: ASYNC110 - it costs no time
+            while not member.cluster.has_leader:  # noqa: ASYNC110 - it costs no time
                 await asyncio.sleep(0.05)
 
     @property
     def leader(self) -> LabMember | None:
         """The living leader; None during an election."""
         return next(
-            (one for one in self.members if one.cluster.default.is_leader and one.cluster.id not in self._lock.dead),
+            (one for one in self.members if one.cluster.is_leader and one.cluster.id not in self._lock.dead),
             None,
         )
 

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from hashlib import sha256
 from math import inf
 
 from llmproxy import __version__
 from llmproxy.backends.registry import BackendRegistry
-from llmproxy.config import Config
-from llmproxy.core.shards import DEFAULT
+from llmproxy.config import ClusterConfig, Config
 from llmproxy.gateway.build import Gateway
 from llmproxy.observe.exit import RequestExit
-from llmproxy.remote.cluster import stores
 from llmproxy.remote.cluster.cluster import Cluster
+from llmproxy.remote.cluster.election import LockStore
 from llmproxy.remote.cluster.hand_over import MemberCallbacks
+from llmproxy.remote.cluster.kubernetes_lock import KubernetesLock
 from llmproxy.remote.cluster.leasing import ClusterLeasing
 from llmproxy.remote.cluster.network import TcpNetwork
+from llmproxy.remote.cluster.valkey_lock import ValkeyLock
 from llmproxy.remote.messages import PROTOCOL, Drained, Hello, Learned, PageRequest, PageResponse, ResponseStored
 from llmproxy.remote.server import Services
 from llmproxy.scheduling.dispatcher import Dispatcher
@@ -41,7 +42,6 @@ def build_member(
     """Returns a member that is not started yet. `show` gets the ended requests of other members. Raises ConfigError."""
     chosen = config.cluster
     pools = dispatcher.pools
-    locks = {name: stores.open_lock_store(chosen, config.discovery.kubernetes_api, name) for name in pools.shards.names}
     me = Hello(PROTOCOL, __version__, chosen.member or socket.gethostname(), incarnation, "", config_hash(config), 0)
 
     def record_stored(response: ResponseStored) -> ResponseStored:
@@ -55,34 +55,27 @@ def build_member(
         for response_id, (backend, tenant) in gateway.stored.made_by.items():
             yield ResponseStored(response_id, backend, tenant)
 
-    def callbacks(shard: str) -> MemberCallbacks:
-        def drained() -> Drained:
-            by_hand = registry.drained()
-            ours = frozenset(
-                name for name in by_hand | registry.backends.keys() if pools.shard_for_backend(name) == shard
-            )
-            return Drained(ours & by_hand, ours - by_hand)
+    def drained() -> Drained:
+        return Drained(frozenset(registry.drained()))
 
-        def apply_drained(state: Drained) -> None:
-            others = drained().backends - state.backends if state.others is None else state.others
-            for name in registry.backends:
-                if name in state.backends:
-                    registry.drain(name)
-                elif name in others:
-                    registry.undrain(name)
-            registry.drain_on_join(state.backends - registry.backends.keys())
+    def apply_drained(state: Drained) -> None:
+        for name in registry.backends:
+            if name in state.backends:
+                registry.drain(name)
+            else:
+                registry.undrain(name)
+        registry.drain_on_join(state.backends - registry.backends.keys())
 
-        def learned() -> Learned:
-            limits = registry.known_limits(lambda name: pools.shard_for_backend(name) == shard)
-            return Learned(limits, pools.scaling.known_capacities(lambda pool: pools.shards.for_pool(pool) == shard))
+    def learned() -> Learned:
+        return Learned(registry.known_limits(), pools.scaling.known_capacities())
 
-        def restore_learned(state: Learned, received_s: float) -> None:
-            registry.restore_limits(state.limits)
-            pools.scaling.restore(state.capacities, received_s)
+    def restore_learned(state: Learned, received_s: float) -> None:
+        registry.restore_limits(state.limits)
+        pools.scaling.restore(state.capacities, received_s)
 
-        # Only the leader of the default shard announces stored responses.
-        announced: Callable[[], Iterable[ResponseStored]] = stored_responses if shard == DEFAULT else tuple
-        return MemberCallbacks(record_stored, record_owner, announced, drained, apply_drained, learned, restore_learned)
+    callbacks = MemberCallbacks(
+        record_stored, record_owner, stored_responses, drained, apply_drained, learned, restore_learned
+    )
 
     async def no_page(page: PageRequest) -> PageResponse:
         return PageResponse(page.call, 503, "", (), b"")
@@ -92,7 +85,7 @@ def build_member(
     cluster = Cluster(
         me,
         chosen.lock_s,
-        locks,
+        open_lock_store(chosen, config.discovery.kubernetes_api),
         dispatcher,
         leasing,
         services,
@@ -100,11 +93,17 @@ def build_member(
         TcpNetwork(chosen),
         inf if chosen.standalone_after_s is None else chosen.standalone_after_s,
     )
-    gateway.stored.catch_up = leasing.by_shard[DEFAULT].caught_up
+    gateway.stored.catch_up = leasing.caught_up
     return cluster
+
+
+def open_lock_store(config: ClusterConfig, kubernetes_api: str | None) -> LockStore:
+    """Returns the lock `cluster.lock`. Raises ConfigError if a library is missing."""
+    if config.lock == "kubernetes":
+        return KubernetesLock(kubernetes_api, config.name)
+    return ValkeyLock(str(config.lock), config.name)
 
 
 def config_hash(config: Config) -> str:
     """Returns a hash of the settings that all members of a cluster should share."""
-    shared = [config.model_dump_json(exclude=set(PER_MEMBER_KEYS)), *sorted({*config.cluster.pools})]
-    return sha256("\0".join(shared).encode()).hexdigest()[:12]
+    return sha256(config.model_dump_json(exclude=set(PER_MEMBER_KEYS)).encode()).hexdigest()[:12]

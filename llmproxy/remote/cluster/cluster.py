@@ -1,102 +1,123 @@
-"""This process as a member of a cluster: its address, its shards, and the connections of other members."""
+"""This process as a member of a cluster: its election, and its sessions if it leads, or else its link to the leader."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable
 from dataclasses import replace as replace_field
 from math import inf
 
 import structlog
 from msgspec.structs import replace
 
-from llmproxy.core.shards import DEFAULT
 from llmproxy.lifecycle.background import spawned, supervised
-from llmproxy.observe.metrics import ShardState
+from llmproxy.observe.metrics import ClusterState
 from llmproxy.remote import messages
-from llmproxy.remote.cluster.compatibility import FROM_MEMBER
-from llmproxy.remote.cluster.election import EPOCH_MAX, SEEK_S, LockStore
-from llmproxy.remote.cluster.hand_over import MemberCallbacks
-from llmproxy.remote.cluster.leasing import ClusterLeasing
+from llmproxy.remote.cluster.election import SEEK_S, Election, Leadership, LockStore
+from llmproxy.remote.cluster.hand_over import HandOver, MemberCallbacks
+from llmproxy.remote.cluster.incoming import IncomingConnection
+from llmproxy.remote.cluster.leasing import ClusterLeasing, LeaderConnection
 from llmproxy.remote.cluster.network import Network
-from llmproxy.remote.cluster.sessions import MemberSession
-from llmproxy.remote.cluster.shard import Shard
-from llmproxy.remote.link import Link
-from llmproxy.remote.messages import PROTOCOL, FromMember, Hello, NotLeader, Ping
+from llmproxy.remote.cluster.sessions import MemberSessions
+from llmproxy.remote.cluster.standalone_mode import StandaloneMode
+from llmproxy.remote.link import LocalLink
+from llmproxy.remote.messages import (
+    Balances,
+    Drained,
+    Hello,
+    Learned,
+    Members,
+    Message,
+    NotLeader,
+    RateDebts,
+    ToMember,
+    Welcome,
+)
 from llmproxy.remote.server import LeaseServer, Page, Services
 from llmproxy.scheduling.dispatcher import Dispatcher
 
-MEMBERS_MAX = 256
-CLAIMED_EPOCH_MAX = EPOCH_MAX // 2
-"""Limit of the epoch that a member may claim in its Hello. It leaves half of all epochs for future elections."""
-DEFER_S = 2 * SEEK_S
-"""For each shard that a member leads, it waits this much longer before it takes another free lock."""
-DEFER_MAX_S = 1.0
-"""The longest wait before a member takes a free lock: requests are refused some seconds after a leader is gone.
-A member that has handed a shard over also waits this long before it campaigns for the shard again."""
-BALANCE_S = 5.0
-"""Interval of balancing: a leader may hand a shard over to a member that leads fewer shards."""
-STAYS_S = 60.0
-"""How long after a hand-over this member does not hand over the same shard again."""
+RESUME_WAIT_S = 0.3
+"""How long a new leader waits for members to report their requests and leases before it decides."""
+WITHOUT_LEADER_S = 5.0
+"""Without a leader, requests are held for the lock time plus this time, and then refused."""
+
 
 _log = structlog.get_logger()
 
 
 class Cluster:
-    """A member of a cluster, from `start` to `close`."""
+    """A member of a cluster, from `start` to `close`. It is the `Candidate` of its election."""
 
     def __init__(
-        self, me: Hello, lock_s: float, stores: Mapping[str, LockStore], dispatcher: Dispatcher,
-        leasing: ClusterLeasing, services: Services, callbacks: Callable[[str], MemberCallbacks],
-        network: Network, standalone_after_s: float = inf,
+        self, me: Hello, lock_s: float, store: LockStore, dispatcher: Dispatcher, leasing: ClusterLeasing,
+        services: Services, callbacks: MemberCallbacks, network: Network, standalone_after_s: float = inf,
     ) -> None:  # fmt: skip
-        """`stores` has the lock of each shard. `callbacks` returns the callbacks of a shard."""
         self.me = me
         self.leasing = leasing
         self.network = network
-        self._pools = dispatcher.pools
+        self._lock_s = lock_s
+        self._store = store
+        self._dispatcher = dispatcher
         self._services = services
-        self.shards = {
-            name: Shard(
-                name,
-                self,
-                lock_s,
-                stores[name],
-                dispatcher,
-                leasing.by_shard[name],
-                callbacks(name),
-                standalone_after_s,
-            )
-            for name in self._pools.shards.names
-        }
-        self.default = self.shards[DEFAULT]
-        self.leaving = False
-        """Whether the member is shutting down and should not lead."""
+        self._callbacks = callbacks
+        self._standalone = StandaloneMode(dispatcher, leasing)
+        self._standalone_after_s = standalone_after_s
         self.incoming: set[IncomingConnection] = set()
         self.refused: dict[str, str] = {}
         """Host -> reason of its last refused connection, so that each reason is logged once."""
-        self._handed_over_s: dict[str, float] = {}
+        self._loop = asyncio.get_running_loop()
+        self.epoch = 0
+        self.leadership: Leadership | None = None
+        self.members: tuple[str, ...] = ()
+        """Names of all members, as the leader last announced them."""
+        self.sessions: MemberSessions | None = None
+        """The sessions of all members, including this one; None while this member does not lead."""
+        self.lock_error: str | None = None
+        """Why the lock store cannot be reached; None while it can."""
+        self.leader_changes = 0
+        """How often this member began to lead or to follow a leader."""
+        self.last_gap_s: float | None = None
+        """How long this member had no leader before the current leader."""
+        self._expected: frozenset[str] = frozenset()
+        """Members that should report before a new leader decides: the last announced members."""
+        self._until_s = -inf
+        self._resume_timer: asyncio.TimerHandle | None = None
+        """Set while a new leader waits for members to report."""
+        self._leader_lost_s = self._loop.time()
+        self._connection: LeaderConnection | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self._connecting_to: Leadership | None = None
+        self._unreachable: tuple[str, str] | None = None
+        self._leaving = False
+        """Whether the process is shutting down: this member resigns as soon as another member can lead."""
+        self._resigned = False
         self._tasks: list[asyncio.Task[None]] = []
+        self._election: Election | None = None
+        self._hand_over = HandOver(dispatcher.pools, callbacks)
         dispatcher.on_change = self._changed
+        dispatcher.decide_until(-inf)
 
     @property
     def id(self) -> str:
         """The unique name of this process: member name and incarnation."""
         return f"{self.me.name}/{self.me.incarnation}"
 
-    def shard_for_pool(self, pool: str | None) -> Shard:
-        """Returns the shard of a pool; for None, the default shard."""
-        return self.shards[self._pools.shards.for_pool(pool)]
+    @property
+    def is_leader(self) -> bool:
+        """Whether this member leads."""
+        return self.sessions is not None
 
-    def shard_for_backend(self, backend: str) -> Shard:
-        """Returns the shard of a backend."""
-        return self.shards[self._pools.shard_for_backend(backend)]
+    @property
+    def _hello(self) -> Hello:
+        """The Hello of this member now."""
+        election = self._election
+        candidate = not self._resigned and self.lock_error is None and election is not None and election.campaigning
+        return replace(self.me, epoch=self.epoch, candidate=candidate)
 
     # --- start and end ------------------------------------------------------------------------------------------------
 
     async def start(self, page: Page, known: Awaitable[object] | None = None) -> None:
-        """Listen for other members, and take part in the election of each shard.
+        """Listen for other members, and join the election.
 
         The member campaigns only after `known`: a leader without backends would refuse the requests of all members.
 
@@ -108,165 +129,310 @@ class Cluster:
             OSError, ConfigError: The address cannot be used.
         """
         self.me = replace(self.me, address=await self.network.listen(lambda: IncomingConnection(self).link))
-        services = replace_field(self._services, page=page)
-        for shard in self.shards.values():
-            shard.start(services, campaign=known is None)
+        self._services = replace_field(self._services, page=page)
+        self._election = Election(
+            self._store, self.id, self.me.address, self._lock_s, self, self._set_lock_error, campaign=known is None
+        )
+        self._tasks = [supervised(self._election.run, "election"), supervised(self._watch, "watch the leader")]
         if known is not None:
             self._tasks.append(spawned(self._campaign(known), "campaign"))
-        if len(self.shards) > 1:
-            self._tasks.append(supervised(self._balance, "balance"))
 
     async def _campaign(self, known: Awaitable[object]) -> None:
         await known
-        for shard in self.shards.values():
-            shard.campaign()
+        assert self._election is not None
+        if not self._resigned:
+            self._election.campaign()
+            self._send_hello()
 
     def reconfigured(self, config: str) -> None:
         """Announce the hash of a new configuration."""
         self.me = replace(self.me, config=config)
-        for shard in self.shards.values():
-            shard.send_hello()
+        self._send_hello()
+
+    def _send_hello(self) -> None:
+        """Send a new Hello to the leader, because its content has changed."""
+        if self.sessions is not None:
+            self.sessions.by_name[self.me.name].hello = self._hello
+        if self._connection is not None:
+            self._connection.link.send(self._hello)
+
+    @property
+    def has_leader(self) -> bool:
+        """Whether this member leads or follows a leader. False in standalone mode."""
+        return self.leasing.has_leader and not self.limit_divisor
+
+    @property
+    def lock(self) -> str:
+        """The name of the lock."""
+        return self._store.name
+
+    @property
+    def leader(self) -> str | None:
+        """The name of the leader; None without one."""
+        return None if self.leadership is None or not self.has_leader else self.leadership.holder.rpartition("/")[0]
+
+    @property
+    def limit_divisor(self) -> int:
+        """See `StandaloneMode.limit_divisor`. 0: not in standalone mode."""
+        return self._standalone.limit_divisor
+
+    @property
+    def is_refusing(self) -> bool:
+        """Whether this member refuses requests, because it has been without a leader for too long."""
+        return not self.leasing.has_leader and self._loop.time() >= self._refusing_from_s
+
+    @property
+    def _refusing_from_s(self) -> float:
+        return self._leader_lost_s + self._lock_s + WITHOUT_LEADER_S
+
+    @property
+    def leader_error(self) -> str | None:
+        """Why the holder of the lock cannot be reached; None while there is a leader."""
+        return None if self.has_leader or self._unreachable is None else self._unreachable[1]
 
     def begin_shutdown(self) -> None:
-        """Let other members lead, if there are any. Requests of this member continue."""
-        self.leaving = True
-        for shard in self.shards.values():
-            shard.leave()
+        """Resign, as soon as another member can lead. Requests of this member continue."""
+        self._leaving = True
+        self._leave()
+
+    def _leave(self) -> None:
+        if not self._resigned and (self.sessions is None or self.sessions.candidates()):
+            self._resigned = True
+            self._send_hello()
+            self._tasks.append(spawned(self._resign(), "resign"))
+
+    async def _resign(self) -> None:
+        if self._election is not None:
+            await self._election.resign()
 
     async def close(self) -> None:
         """Leave the cluster."""
         self.network.close()
+        self._resigned = True
+        await self._resign()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*(shard.close() for shard in self.shards.values()))
-        for connection in [*self.incoming]:
+        self._standalone.end()
+        if self.is_leader:
+            self._stop_leading("the leader ends")
+        if self._connecting is not None:
+            self._connecting.cancel()
+            await asyncio.gather(self._connecting, return_exceptions=True)
+        if (connection := self._connection) is not None:
+            self._disconnect(connection)
             connection.link.close()
+        await self._store.close()
+        for incoming in [*self.incoming]:
+            incoming.link.close()
+
+    async def _watch(self) -> None:
+        """As leader, announce state for the next leader. Without a leader, refuse late requests or go standalone."""
+        while True:
+            await asyncio.sleep(SEEK_S)
+            if self._leaving:
+                self._leave()
+            # A leader that still waits for reports has not restored the announced state yet.
+            if self.sessions is not None and self._resume_timer is None:
+                for message in self._hand_over.deltas(self._loop.time()):
+                    self.sessions.send_all(message)
+            if not self.leasing.has_leader:
+                self.leasing.refuse_waiting(self._refusing_from_s)
+                # Only a member that has had a leader knows the number of members.
+                if self.members and self._loop.time() >= self._leader_lost_s + self._standalone_after_s:
+                    without_leader_s = self._loop.time() - self._leader_lost_s
+                    self._standalone.begin(self._services, self._hello, len(self.members), without_leader_s)
+                    self._hand_over.restore(self._loop.time())
+
+    def state(self) -> ClusterState:
+        """The state for the metrics."""
+        return ClusterState(
+            self.is_leader, self.has_leader, self.epoch, len(self.members), self.leader_changes, self.last_gap_s,
+            self.lock_error is not None,
+        )  # fmt: skip
+
+    # --- Candidate ----------------------------------------------------------------------------------------------------
+
+    def lead(self, epoch: int, until_s: float) -> None:
+        if self.is_leader and epoch != self.epoch:
+            self._stop_leading("its lock was lost and taken again")
+        self._until_s = until_s
+        if not self.is_leader:
+            self._begin_to_lead(epoch)
+        elif self._resume_timer is None:
+            self._dispatcher.decide_until(until_s)
+
+    def follow(self, leadership: Leadership | None) -> None:
+        if self.is_leader:
+            self._stop_leading("another member leads" if leadership else "its lock was not renewed, or is given up")
+        if leadership is None or leadership.holder == self.id:
+            return
+        if self._connection is not None and self._connection.leadership == leadership:
+            return
+        if self._connecting is not None and not self._connecting.done():
+            if self._connecting_to == leadership:
+                return
+            self._connecting.cancel()
+        self._connecting_to = leadership
+        self._connecting = spawned(self._connect(leadership), "connect")
+
+    def _begin_to_lead(self, epoch: int) -> None:
+        self._standalone.end()
+        if self._connection is not None:
+            self._connection.link.abort()
+            self._disconnect(self._connection)
+        self.epoch = epoch
+        self.leadership = Leadership(self.id, self.me.address, epoch)
+        self._expected = frozenset(self.members)
+        self.sessions = MemberSessions(
+            lambda: self._hello, self._services, self._callbacks, self._hand_over, self._resumed
+        )
+        self._resume_timer = self._loop.call_later(RESUME_WAIT_S, self._start_deciding)
+        gap_s = self._note_new_leader()
+        expected = len(self._expected)
+        _log.info("cluster_leads", epoch=epoch, without_leader_s=gap_s, settle_s=RESUME_WAIT_S, expected=expected)
+        ours = LocalLink(self._handle_as_member)
+        session = self.sessions.join(self._hello, ours)
+        self.leasing.follow(LocalLink(session.server.handle))
+
+    def _stop_leading(self, why: str) -> None:
+        _log.warning("cluster_stepped_down", epoch=self.epoch, why=why)
+        sessions, self.sessions = self.sessions, None
+        self._cancel_resume_timer()
+        self._dispatcher.decide_until(-inf)
+        self.leasing.detach()
+        self._leader_lost_s = self._loop.time()
+        assert sessions is not None
+        sessions.end(why)
+
+    def _note_new_leader(self) -> float:
+        """Count a change of leader. Returns the seconds without a leader before it."""
+        self.last_gap_s = round(self._loop.time() - self._leader_lost_s, 3)
+        self.leader_changes += 1
+        return self.last_gap_s
+
+    # --- leader side --------------------------------------------------------------------------------------------------
+
+    def _resumed(self) -> None:
+        """Begin to grant leases as soon as all members that were known before have reported.
+
+        A process that has just started knows no members, so it waits for the full RESUME_WAIT_S.
+        """
+        if self._resume_timer is None or self.sessions is None or not self._expected:
+            return
+        if self.sessions.have_resumed(self._expected):
+            self._start_deciding()
+
+    def _start_deciding(self) -> None:
+        """Restore the announced state and begin to decide: the members have reported their requests."""
+        self._cancel_resume_timer()
+        self._hand_over.restore(self._loop.time())
+        self._dispatcher.decide_until(self._until_s)
+
+    def _cancel_resume_timer(self) -> None:
+        if self._resume_timer is not None:
+            self._resume_timer.cancel()
+            self._resume_timer = None
 
     def stored(self, stored: messages.ResponseStored, by: LeaseServer) -> None:
-        """See `MemberSessions.stored`. Does nothing unless this member leads the default shard."""
-        if self.default.sessions is not None:
-            self.default.sessions.stored(stored, by)
+        """See `MemberSessions.stored`. Does nothing unless this member leads."""
+        if self.sessions is not None:
+            self.sessions.stored(stored, by)
 
     def _changed(self) -> None:
-        for shard in self.shards.values():
-            if shard.sessions is not None:
-                shard.sessions.changed()
+        if self.sessions is not None:
+            self.sessions.changed()
 
-    # --- balance of leadership ----------------------------------------------------------------------------------------
+    def raise_epoch(self, epoch: int) -> None:
+        """See `Election.raise_epoch`. Another member leads, or the store has lost its data."""
+        assert self._election is not None
+        self._election.raise_epoch(epoch)
 
-    @property
-    def defer_s(self) -> float:
-        """See `Candidate.defer_s`. It grows with the number of shards that this member leads."""
-        leads = sum(shard.is_leader for shard in self.shards.values())
-        return leads * min(DEFER_S, DEFER_MAX_S / len(self.shards))
+    # --- member side --------------------------------------------------------------------------------------------------
 
-    async def _balance(self) -> None:
-        """Hand over one shard at a time, while another member leads at least two shards fewer. Runs until cancelled."""
-        while True:
-            await asyncio.sleep(BALANCE_S)
-            for shard, to in self._to_hand_over():
-                self._handed_over_s[shard.name] = asyncio.get_running_loop().time()
-                await shard.hand_over(f"{to} leads fewer pools", DEFER_MAX_S)
-                break
+    async def _connect(self, leadership: Leadership) -> None:
+        """Connect to a leader. Its Welcome then makes this member follow it."""
+        connection = LeaderConnection(leadership, self.handle, self.lost)
+        try:
+            why = await connection.open(self.network, self._hello)
+        finally:
+            if self._connection is not connection:
+                connection.link.abort()
+        if why is not None and (leadership.holder, why) != self._unreachable:
+            _log.warning("cluster_leader_unreachable", leader=leadership.holder, address=leadership.address, error=why)
+            self._unreachable = leadership.holder, why
 
-    def _to_hand_over(self) -> list[tuple[Shard, str]]:
-        """Returns shards that this member should hand over, each with the member that should lead it."""
-        now = asyncio.get_running_loop().time()
-        led = Counter(shard.leader for shard in self.shards.values())
-        mine = [(shard, shard.sessions) for shard in self.shards.values() if shard.sessions is not None]
-        proposals = []
-        for shard, sessions in reversed(mine):
-            to = min(sessions.candidates(), key=lambda name: led[name], default=None)
-            stays = now < self._handed_over_s.get(shard.name, -inf) + STAYS_S
-            if to is not None and led[to] <= len(mine) - 2 and not stays:
-                proposals.append((shard, to))
-        return proposals
-
-    # --- for pages and metrics ----------------------------------------------------------------------------------------
-
-    @property
-    def is_refusing(self) -> bool:
-        """Whether this member refuses all requests, because every shard has been without a leader for too long."""
-        return all(shard.is_refusing for shard in self.shards.values())
-
-    def state(self) -> tuple[ShardState, ...]:
-        """The state of each shard, for the metrics."""
-        return tuple(shard.state() for shard in self.shards.values())
-
-
-class IncomingConnection:
-    """A connection that another process opened. Before its Hello, the peer may be any process."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-        self._session: MemberSession | None = None
-        self._refused = False
-        self.link: Link[FromMember] = Link(FROM_MEMBER, self._handle, self._lost, local=False, on_broken=self._broken)
-        cluster.incoming.add(self)
-
-    def _handle(self, message: FromMember) -> None:
-        if self._session is not None:
-            if self._session.server.link is self.link:
-                self._session.server.handle(message)
-            else:
-                self.link.abort()
-        elif self._refused:
-            pass
-        elif isinstance(message, Hello):
-            self._join(message)
-        elif not isinstance(message, Ping):
-            self._refuse("the first message is no Hello")
-
-    def _join(self, hello: Hello) -> None:
-        cluster, shard = self._cluster, self._cluster.shards.get(hello.shard)
-        if shard is None:
-            self._refuse(f"the pool {hello.shard} has no lock of its own here: give all members the same cluster.pools")
+    def welcomed(self, connection: LeaderConnection, welcome: Welcome) -> None:
+        """Follow a leader that has welcomed this member."""
+        if welcome.epoch < self.epoch or self.is_leader:
+            # A former leader that has not noticed its successor yet.
+            connection.set_refusal("another member leads by now")
             return
-        members = {} if shard.sessions is None else shard.sessions.by_name
-        other = members.get(hello.name)
-        if hello.protocol != PROTOCOL:
-            self._refuse(f"it speaks version {hello.protocol} of the protocol, and not {PROTOCOL}")
-        elif not cluster.network.trusts(self.link.transport):
-            self._refuse("its certificate holds another name")
-        elif not 0 <= hello.epoch <= CLAIMED_EPOCH_MAX:
-            self._refuse("it claims a leader epoch that no election can have reached")
-        elif not shard.is_leader:
-            self._end("this member does not lead")
-        elif hello.epoch > shard.epoch:
-            shard.raise_epoch(hello.epoch)
-            self._end("there was a later election than that of this leader")
-        elif other is not None and other.connected and other.hello.incarnation != hello.incarnation:
-            self._refuse(f"another member has its name, {hello.name}: give each a cluster.member of its own")
-        elif len(members) >= MEMBERS_MAX and other is None:
-            self._refuse(f"there are {MEMBERS_MAX} members")
+        if self._connection is not None and self._connection is not connection:
+            self._connection.link.abort()
+            self._disconnect(self._connection)
+        self._connection, self.epoch, self.leadership = connection, welcome.epoch, connection.leadership
+        self._unreachable = None
+        connection.set_refusal(None)
+        self._standalone.end()
+        _log.info("cluster_follows", epoch=welcome.epoch, without_leader_s=self._note_new_leader(), leader=welcome.name)
+        if welcome.config != self.me.config:
+            _log.warning("cluster_config_differs", member=welcome.name, version=welcome.version)
+        self.leasing.follow(connection.link)
+        # The Hello may have changed while connecting.
+        self._send_hello()
+
+    def _disconnect(self, connection: LeaderConnection) -> None:
+        self.leasing.detach(connection.link)
+        if self._connection is connection:
+            self._connection, self._leader_lost_s = None, self._loop.time()
+
+    def lost(self, connection: LeaderConnection, why: str) -> None:
+        """Look for a new leader: the connection ended, or the leader has stopped leading."""
+        connection.set_refusal(why)
+        if self._connection is connection:
+            _log.warning("cluster_leader_lost", leader=connection.leadership.holder, epoch=self.epoch, why=why)
+            self._disconnect(connection)
+            assert self._election is not None
+            self._election.check_soon()
+
+    def _handle_as_member(self, message: Message) -> None:
+        """Handle a message of the leader, local or remote."""
+        match message:
+            case messages.Answer():
+                self.leasing.handle(message)
+            case messages.ResponseStored():
+                self._callbacks.record_owner(message)
+            case Members(names):
+                self.members = names
+            case Balances() | RateDebts() | Learned() if not self.is_leader:
+                self._hand_over.record(message, self._loop.time())
+            case Drained() if not self.is_leader:
+                self._callbacks.apply_drained(message)
+            case _:
+                pass
+
+    def handle(self, connection: LeaderConnection, message: ToMember) -> None:
+        """Handle a message of a leader in another process."""
+        match message:
+            case Welcome():
+                self.welcomed(connection, message)
+            case NotLeader(why):
+                self.lost(connection, why)
+                connection.link.abort()
+            case _ if connection is self._connection:
+                self._handle_as_member(message)
+            case _:
+                pass
+
+    # --- lock store ---------------------------------------------------------------------------------------------------
+
+    def _set_lock_error(self, why: str | None) -> None:
+        before, self.lock_error = self.lock_error, why
+        if (why is None) is (before is None):
+            return
+        if why is None:
+            _log.info("cluster_lock_reachable")
         else:
-            self.link.identified()
-            cluster.network.identified(self.link.transport)
-            self._session = shard.join(hello, self.link)
-
-    def _refuse(self, why: str) -> None:
-        peer, refused = self.link.peer, self._cluster.refused
-        host = str(peer[0]) if isinstance(peer, tuple) else ""
-        # The peer retries several times a second.
-        if refused.get(host) != why:
-            if len(refused) >= MEMBERS_MAX:
-                refused.clear()
-            refused[host] = why
-            _log.warning("cluster_member_refused", peer=str(peer), why=why)
-        self._end(why)
-
-    def _end(self, why: str) -> None:
-        self._refused = True
-        self.link.send(NotLeader(why))
-        self.link.close()
-
-    def _broken(self, why: str) -> None:
-        # The peer is not identified and may send anything: log its address once, and none of its bytes.
-        del why
-        self._refuse("it sent an invalid frame")
-
-    def _lost(self) -> None:
-        self._cluster.incoming.discard(self)
-        if self._session is not None:
-            self._session.detach(self.link)
+            _log.warning("cluster_lock_unreachable", why=why)
+        self._send_hello()

@@ -54,8 +54,8 @@ class LockStore(Protocol):
     async def holder(self) -> Leadership | None:
         """Returns the holder of the lock; None if it is free. Raises StoreError."""
 
-    async def release(self, holder: str, epoch: int) -> None:
-        """Free the lock if `holder` has it with an epoch up to `epoch`. Raises StoreError."""
+    async def release(self, holder: str) -> None:
+        """Free the lock if `holder` has it. Raises StoreError."""
 
     async def close(self) -> None: ...
 
@@ -76,10 +76,6 @@ class Candidate(Protocol):
     @property
     def has_leader(self) -> bool:
         """Whether this member leads or can reach the leader."""
-
-    @property
-    def defer_s(self) -> float:
-        """Seconds for which this member leaves a free lock to other members."""
 
 
 class Election:
@@ -105,7 +101,6 @@ class Election:
         self.campaigning = campaign
         """Whether this member takes the lock when it is free."""
         self._may_hold_lock = False
-        self._free_since_s: float | None = None
         self._store_access = asyncio.Lock()
         self._wake = asyncio.Event()
         self._next_check_s = -inf
@@ -153,16 +148,6 @@ class Election:
     async def _access_lock(self) -> Leadership | None:
         if not self.campaigning:
             return await self._store.holder()
-        if not self._is_leader and (defer_s := self._candidate.defer_s) > 0.0:
-            current = await self._store.holder()
-            if current is not None and current.holder != self._name:
-                self._free_since_s = None
-                return current
-            now = asyncio.get_running_loop().time()
-            self._free_since_s = now if self._free_since_s is None else self._free_since_s
-            if now < self._free_since_s + defer_s:
-                return None
-        self._free_since_s = None
         self._may_hold_lock = True
         taken = await self._store.take(Leadership(self._name, self._address, self._epoch), self._lock_s)
         self._may_hold_lock = taken.holder == self._name
@@ -198,7 +183,7 @@ class Election:
             self._candidate.follow(None)
 
     async def resign(self) -> None:
-        """Stop campaigning and free the lock. The member still follows other leaders."""
+        """Stop campaigning for good, and free the lock. The member still follows other leaders."""
         self.campaigning = False
         if self._is_leader:
             # Stop before the lock is free, because its next holder decides at once.
@@ -208,16 +193,10 @@ class Election:
             # A call that is under way could take the lock again: wait for it.
             async with asyncio.timeout(FENCE_SHARE * self._lock_s), self._store_access:
                 if self._may_hold_lock:
-                    # The epoch of a `take` that was never answered is unknown.
-                    if (found := await self._store.holder()) is not None:
-                        self._epoch = max(self._epoch, found.epoch)
-                    released = self._epoch + 1
-                    # A release that the store carries out late must not free the lock of this member's next term.
-                    self._epoch = released + 1
-                    await self._store.release(self._name, released)
+                    await self._store.release(self._name)
                     self._may_hold_lock = False
         except (StoreError, TimeoutError) as error:
             self._on_store_error(str(error) or "it does not answer")
-        except Exception as bug:  # noqa: BLE001 - a bug with one shard must not end the hand-over of the others
+        except Exception as bug:  # noqa: BLE001 - the member goes on closing
             self._failed(f"{type(bug).__name__}: {bug}", bug)
         self._wake.set()

@@ -27,7 +27,7 @@ SAME_S = 0.001
 
 @dataclass(frozen=True, slots=True)
 class MemberCallbacks:
-    """Callbacks for the state of one shard that members share, except for leases."""
+    """Callbacks for the state that members share, except for leases."""
 
     record_stored: Callable[[ResponseStored], ResponseStored]
     """As leader: records a stored response of a member. Returns the valid owner: the first report wins."""
@@ -51,9 +51,8 @@ class HandOver:
     `now` is the clock of the loop.
     """
 
-    def __init__(self, pools: Pools, callbacks: MemberCallbacks, shard: str) -> None:
+    def __init__(self, pools: Pools, callbacks: MemberCallbacks) -> None:
         self._pools = pools
-        self._shard = shard
         self._callbacks = callbacks
         self._announced_s = self._learned_announced_s = 0.0
         self._rate_debts = AnnouncedRateDebts()
@@ -67,7 +66,7 @@ class HandOver:
         if now < self._announced_s + ANNOUNCE_S:
             return
         self._announced_s = now
-        yield from self.balances.deltas(self._pools.balances(self._shard))
+        yield from self.balances.deltas(self._pools.balances())
         yield from self._rate_debts.deltas(self._pools.rate_debts(now), now)
         if now >= self._learned_announced_s + LEARNED_S and (learned := self._merged_learned()) != self.learned:
             self._learned_announced_s, self._learned_received_s, self.learned = now, now, learned

@@ -1,7 +1,4 @@
-"""Member side: the `Leasing` of a cluster member, with a client for the leader of each shard.
-
-The leader may be in this process.
-"""
+"""Member side: the `Leasing` of a cluster member, and its connection to a leader in another process."""
 
 from __future__ import annotations
 
@@ -12,9 +9,8 @@ from contextlib import AbstractContextManager
 
 from llmproxy.core.backends.backend import Backend
 from llmproxy.core.backends.catalogue import Target
-from llmproxy.core.domain import AdmissionKind, Grant, Outcome, Refused, Request
+from llmproxy.core.domain import Grant, Outcome, Refused
 from llmproxy.core.lease_events import LeaseEvent, Started
-from llmproxy.core.shards import DEFAULT
 from llmproxy.observe.exit import RequestExit
 from llmproxy.remote import messages
 from llmproxy.remote.client import NO_LEADER_RETRY_S, LeaseClient
@@ -24,7 +20,6 @@ from llmproxy.remote.cluster.network import Network
 from llmproxy.remote.link import Link, Sender
 from llmproxy.remote.messages import Hello, Message, RememberedPrefix, ToMember
 from llmproxy.scheduling.dispatcher import Dispatcher
-from llmproxy.scheduling.lease import Admitted
 
 PREFIXES_MAX = 2_000
 """Prompts that a member remembers for its next leader."""
@@ -69,8 +64,8 @@ class _Prefixes:
                 yield prefix
 
 
-class LeaderClient(LeaseClient):
-    """A lease client of the leader of a shard. Names are resolved in this process."""
+class ClusterLeasing(LeaseClient):
+    """A `Leasing` that calls the leader, which may be in this process. Names are resolved in this process."""
 
     def __init__(self, local: Dispatcher, backends: Container[str]) -> None:
         """
@@ -127,6 +122,10 @@ class LeaderClient(LeaseClient):
             return target
         finally:
             asking.cancel()
+
+    def direct(self, backend: str, cut: Callable[[], None]) -> AbstractContextManager[None]:
+        """See `Dispatcher.direct`."""
+        return self._local.direct(backend, cut)
 
     async def caught_up(self) -> None:
         """See `LeaseClient.caught_up`. Returns at once if the leader is in this process."""
@@ -203,95 +202,6 @@ class LeaderConnection:
         """Resolve `refusal`, unless it already is."""
         if not self.refusal.done():
             self.refusal.set_result(why)
-
-
-class ClusterLeasing:
-    """The `Leasing` for requests of all shards."""
-
-    def __init__(self, local: Dispatcher, backends: Container[str]) -> None:
-        """See `LeaderClient`."""
-        self._local = local
-        self._pools = local.pools
-        self._shards = local.pools.shards
-        self.by_shard = {name: LeaderClient(local, backends) for name in self._shards.names}
-        self._default = self.by_shard[DEFAULT]
-
-    # --- for requests -------------------------------------------------------------------------------------------------
-
-    def admit(
-        self, request: Request, excluded: frozenset[str] = frozenset(), entry: AdmissionKind = AdmissionKind.NEW
-    ) -> Admitted:
-        """See `Dispatcher.admit`."""
-        return self._client_for(request).admit(request, excluded, entry)
-
-    async def resolve(
-        self, name: str | None, no_backend_wait_s: float, body_bytes: int, key: str = "", beside: str | None = None
-    ) -> Target:
-        """See `LeaderClient.resolve`."""
-        shard = (
-            self._shards.for_pool(self._pools.catalogue.resolve_alias(name, key, beside))
-            if self._shards.separate
-            else DEFAULT
-        )
-        return await self.by_shard[shard].resolve(name, no_backend_wait_s, body_bytes, key, beside)
-
-    def direct(self, backend: str, cut: Callable[[], None]) -> AbstractContextManager[None]:
-        """See `Dispatcher.direct`."""
-        return self._local.direct(backend, cut)
-
-    def ended(self, request: Request, met: bool | None) -> None:
-        """See `Dispatcher.ended`."""
-        self._client_for(request).ended(request, met)
-
-    def cached(self, grant: Grant, hashes: Sequence[int]) -> None:
-        """See `Dispatcher.cached`."""
-        self._client_for(grant.request).cached(grant, hashes)
-
-    def response_stored(self, response_id: str, backend: str, tenant: str) -> None:
-        """See `LeaderClient.response_stored`. The default shard announces stored responses to all members."""
-        self._default.response_stored(response_id, backend, tenant)
-
-    def exited(self, ended: RequestExit) -> None:
-        """See `LeaderClient.exited`."""
-        self._client_for_exit(ended).exited(ended)
-
-    def shown_here(self, ended: RequestExit) -> bool:
-        """Whether the page of this process shows a request. With several shards, only the leader of its shard does."""
-        return not self._shards.separate or self._client_for_exit(ended).is_leader
-
-    def _client_for_exit(self, ended: RequestExit) -> LeaderClient:
-        backend = ended.last.backend
-        return self.by_shard[DEFAULT if backend is None else self._pools.shard_for_backend(backend)]
-
-    def _client_for(self, request: Request) -> LeaderClient:
-        return self.by_shard[self._shards.for_pool(request.pool)]
-
-    # --- drain --------------------------------------------------------------------------------------------------------
-
-    @property
-    def draining(self) -> bool:
-        return self._default.draining
-
-    @property
-    def granting(self) -> bool:
-        return self._default.granting
-
-    def drain(self, *, finish_waiting: bool = False) -> None:
-        """See `Dispatcher.drain`, for the requests of this member."""
-        for client in self.by_shard.values():
-            client.drain(finish_waiting=finish_waiting)
-
-    # --- inspection ---------------------------------------------------------------------------------------------------
-
-    @property
-    def waiting(self) -> int:
-        """Requests of this member that wait for a lease."""
-        return sum(client.waiting for client in self.by_shard.values())
-
-    @property
-    def running(self) -> int:
-        """Leases that this member has."""
-        return sum(client.running for client in self.by_shard.values())
 
 
 def _now() -> float:

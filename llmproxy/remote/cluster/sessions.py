@@ -1,4 +1,4 @@
-"""Leader side: the sessions of the members of a shard. The leases of a member survive a lost connection."""
+"""Leader side: the sessions of the members. The leases of a member survive a lost connection."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from llmproxy.remote.server import LeaseServer, Services
 GRACE_S = 10.0
 """How long the leases of a member stay booked after its connection was lost. Their responses continue meanwhile."""
 
+_log = structlog.get_logger()
+
 
 class MemberSession:
     """Serves one member over successive connections, until the member is gone.
@@ -30,7 +32,7 @@ class MemberSession:
         self._on_resumed = on_resumed
         self._grace: asyncio.TimerHandle | None = None
         self.hello = hello
-        self.server = LeaseServer(services, self._handle, hello.shard)
+        self.server = LeaseServer(services, self._handle)
         self.over = False
         """Whether the session has ended; a reconnecting member then gets a new session."""
         self.gone = asyncio.Event()
@@ -81,20 +83,19 @@ class MemberSession:
 
 
 class MemberSessions:
-    """The members of a shard, while this member leads it.
+    """The members, while this member leads.
 
     `me` returns the Hello of this member. `on_resumed` is called after the `Resumed` of each member.
     """
 
     def __init__(
         self, me: Callable[[], Hello], services: Services, callbacks: MemberCallbacks, hand_over: HandOver,
-        log: structlog.typing.FilteringBoundLogger, on_resumed: Callable[[], None],
+        on_resumed: Callable[[], None],
     ) -> None:  # fmt: skip
         self._me = me
         self._services = services
         self._callbacks = callbacks
         self._hand_over = hand_over
-        self._log = log
         self._on_resumed = on_resumed
         self.by_name: dict[str, MemberSession] = {}
         self._drained = callbacks.drained()
@@ -110,7 +111,7 @@ class MemberSessions:
             spawned(self._until_gone(session), f"member {hello.name}")
             if hello.config != me.config and hello.name not in self._differing:
                 self._differing.add(hello.name)
-                self._log.warning("cluster_config_differs", member=hello.name, version=hello.version)
+                _log.warning("cluster_config_differs", member=hello.name, version=hello.version)
         session.attach(sender)
         session.server.send(Welcome(me.epoch, me.name, me.version, me.config))
         session.server.send(self._callbacks.drained())
@@ -127,7 +128,7 @@ class MemberSessions:
         if self.by_name.get(session.hello.name) is session:
             del self.by_name[session.hello.name]
             self._differing.discard(session.hello.name)
-            self._log.info("cluster_member_gone", member=session.hello.name)
+            _log.info("cluster_member_gone", member=session.hello.name)
             self._announce_members()
 
     def _announce_members(self) -> None:

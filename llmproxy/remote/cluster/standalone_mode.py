@@ -10,7 +10,7 @@ from math import inf
 import structlog
 
 from llmproxy.remote.client import UNSENT_MAX
-from llmproxy.remote.cluster.leasing import LeaderClient
+from llmproxy.remote.cluster.leasing import ClusterLeasing
 from llmproxy.remote.cluster.sessions import MemberSession
 from llmproxy.remote.link import LocalLink
 from llmproxy.remote.messages import FromMember, Hello, ResponseStored
@@ -21,13 +21,11 @@ _log = structlog.get_logger()
 
 
 class StandaloneMode:
-    """Standalone mode of one shard: the member's own dispatcher replaces the leader, for this member only."""
+    """Standalone mode: the member's own dispatcher replaces the leader, for this member only."""
 
-    def __init__(self, dispatcher: Dispatcher, leader_client: LeaderClient, shard: str) -> None:
+    def __init__(self, dispatcher: Dispatcher, leasing: ClusterLeasing) -> None:
         self._dispatcher = dispatcher
-        self._leader_client = leader_client
-        self._shard = shard
-        self._log = _log.bind(pool=shard) if shard else _log
+        self._leasing = leasing
         self._session: MemberSession | None = None
         self._stored: deque[ResponseStored] = deque(maxlen=UNSENT_MAX)
         """Stored responses to report to the next leader."""
@@ -37,12 +35,12 @@ class StandaloneMode:
     def begin(self, services: Services, me: Hello, limit_divisor: int, without_leader_s: float) -> None:
         """Enter standalone mode."""
         self.limit_divisor = limit_divisor
-        self._log.warning("cluster_standalone_began", parts=limit_divisor, without_leader_s=round(without_leader_s, 3))
-        self._dispatcher.pools.split_limits(limit_divisor, _now(), self._shard)
+        _log.warning("cluster_standalone_began", parts=limit_divisor, without_leader_s=round(without_leader_s, 3))
+        self._dispatcher.pools.split_limits(limit_divisor, _now())
         session = self._session = MemberSession(services, me, lambda: None)
-        session.attach(LocalLink(self._leader_client.handle))
-        self._leader_client.follow(LocalLink(partial(self._handle, session)))
-        self._dispatcher.decide_until(inf, self._shard)
+        session.attach(LocalLink(self._leasing.handle))
+        self._leasing.follow(LocalLink(partial(self._handle, session)))
+        self._dispatcher.decide_until(inf)
 
     def _handle(self, session: MemberSession, message: FromMember) -> None:
         if isinstance(message, ResponseStored):
@@ -52,19 +50,19 @@ class StandaloneMode:
     def end(self) -> None:
         """Leave standalone mode, because there is a leader or this process ends.
 
-        Waiting requests and running leases stay in the leader client, which reports them to the next leader.
+        Waiting requests and running leases stay in `ClusterLeasing`, which reports them to the next leader.
         """
         if self._session is None:
             return
-        self._log.info("cluster_standalone_ended", parts=self.limit_divisor)
-        self._dispatcher.decide_until(-inf, self._shard)
-        self._leader_client.detach()
+        _log.info("cluster_standalone_ended", parts=self.limit_divisor)
+        self._dispatcher.decide_until(-inf)
+        self._leasing.detach()
         while self._stored:
             stored = self._stored.popleft()
-            self._leader_client.response_stored(stored.response_id, stored.backend, stored.tenant)
+            self._leasing.response_stored(stored.response_id, stored.backend, stored.tenant)
         self._session.end(requests_continue=True)
         self._session, self.limit_divisor = None, 0
-        self._dispatcher.pools.split_limits(1, _now(), self._shard)
+        self._dispatcher.pools.split_limits(1, _now())
 
 
 def _now() -> float:

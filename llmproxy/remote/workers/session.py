@@ -33,7 +33,7 @@ class WorkerSession:
     def __init__(self, services: Services, sinks: WorkerSinks) -> None:
         self._sinks = sinks
         self._loop = asyncio.get_running_loop()
-        self.server = LeaseServer(services, self._handle, None)
+        self.server = LeaseServer(services, self._handle)
         self.url: asyncio.Future[str] = self._loop.create_future()
         """The URL at which the worker accepts connections."""
         self.idle = asyncio.Event()

@@ -122,16 +122,15 @@ CLUSTER = Board(
     (
         Panel("Cluster", "The leader, whether each member has a leader, the number of members, and whether the "
               "lock is unreachable.",
-              ((gauge("cluster_leader", HERE, "instance, pool", "max"), "{{instance}} leads {{pool}}"),
-               (gauge("cluster_has_leader", HERE, "instance, pool", "min"), "{{instance}} has a leader {{pool}}"),
+              ((gauge("cluster_leader", HERE, "instance", "max"), "{{instance}} leads"),
+               (gauge("cluster_has_leader", HERE, "instance", "min"), "{{instance}} has a leader"),
                (gauge("cluster_members", HERE, "instance", "max"), "members by {{instance}}"),
                (gauge("cluster_lock_unreachable", HERE, "instance", "max"), "{{instance}} misses the lock"))),
         Panel("Changes of the leader", "Epoch and changes of the leader, and seconds without a leader before the last "
               "change.",
-              ((gauge("cluster_epoch", HERE, "job, pool", "max"), "epoch {{pool}}"),
-               (f"increase(llmproxy_cluster_leader_changes_total{{{HERE}}}{RATE})", "changes {{instance}} {{pool}}"),
-               (gauge("cluster_last_leaderless_seconds", HERE, "instance, pool", "max"),
-                "leaderless {{instance}} {{pool}}"))),
+              ((gauge("cluster_epoch", HERE, "job", "max"), "epoch"),
+               (f"increase(llmproxy_cluster_leader_changes_total{{{HERE}}}{RATE})", "changes {{instance}}"),
+               (gauge("cluster_last_leaderless_seconds", HERE, "instance", "max"), "leaderless {{instance}}"))),
         Panel("Shared limits", "For proxies that share only limits: 1 while their store answers.",
               ((gauge("limits_store_up", HERE, "instance", "min"), "{{instance}}"),)),
     ),

@@ -200,11 +200,11 @@ ALERTS = (
         "LlmproxyNoLeader",
         "llmproxy_cluster_has_leader == 0",
         "30s", "page", "{{ $labels.instance }} has no leader to ask for leases",
-        "Its requests{{ with $labels.pool }} for {{ . }}{{ end }} are held, and refused after cluster.lock_s and 5 s.",
+        "Its requests are held, and refused after cluster.lock_s and 5 s.",
     ),
     Alert(
         "LlmproxyTwoLeaders",
-        "sum by (job, pool) (llmproxy_cluster_leader) > 1",
+        "sum by (job) (llmproxy_cluster_leader) > 1",
         "1m", "page", "{{ $value }} members of {{ $labels.job }} lead at once",
         "Each decides without the other. More than one cluster under one job looks the same.",
     ),

@@ -36,8 +36,6 @@ class Target:
 
     url: URL
     admin_key: str | None = None
-    pool: str | None = None
-    """In a cluster, the leader of this pool answers. None: the leader of the default shard."""
 
     @classmethod
     def parsed(cls, url: str, admin_key: str | None) -> Target:
@@ -53,7 +51,7 @@ class Target:
         if admin_key and not (admin_key.isascii() and admin_key.isprintable() and " " not in admin_key):
             raise AskError("the admin key should be one line of printable ASCII characters without spaces")
         address = URL.build(scheme=base.scheme, host=base.host or "", port=base.port)
-        return cls(address, admin_key or None, base.query.get("pool"))
+        return cls(address, admin_key or None)
 
     def __str__(self) -> str:
         return printable(str(self.url))
@@ -69,10 +67,9 @@ class Asker:
     async def get(self, path: str, query: Mapping[str, str] | None = None) -> dict[str, Any]:
         target = self.target
         headers = {"Authorization": f"Bearer {target.admin_key}"} if target.admin_key else {}
-        asked = {**(query or {}), **({"pool": target.pool} if target.pool else {})}
         try:
             async with self._session.get(
-                target.url.with_path(path), params=asked, headers=headers, allow_redirects=False
+                target.url.with_path(path), params=query, headers=headers, allow_redirects=False
             ) as answer:
                 body, status = await self._body(answer), answer.status
                 ours = answer.headers.get("Server") == "llmproxy"

@@ -85,11 +85,9 @@ def test_a_roll_out_changes_the_name_of_a_pool_once() -> None:
 
 def test_configured_name_is_the_name_of_its_pool() -> None:
     names = catalogue("a", "b")
-    names.named, names.apart = frozenset({"x", "w"}), frozenset({"z"})
+    names.named = frozenset({"x", "w"})
     names.listed("a", names_of("y", "x", "w"))
     assert names.pools == ("w",)
-    names.listed("b", names_of("y", "z"))
-    assert names.pools == ("z",), "a shard of its own, whoever lists what"
 
 
 def test_the_context_of_a_name_is_the_longest_where_it_is_listed() -> None:

@@ -59,9 +59,9 @@ class Store:
         found: Leadership | None = await self._carried_out(self._holder)
         return found
 
-    async def release(self, holder: str, epoch: int) -> None:
+    async def release(self, holder: str) -> None:
         def free() -> None:
-            if self.held is not None and self.held.holder == holder and self.held.epoch <= epoch:
+            if self.held is not None and self.held.holder == holder:
                 self.held = None
 
         await self._carried_out(free)
@@ -129,7 +129,6 @@ class Member:
         self.followed: list[tuple[float, Leadership | None]] = []
         self.away: list[str | None] = []
         self.reachable = True
-        self.defer_s = 0.0
         self.fails: Exception | None = None
         self.stands_still_until_s = 0.0
         self.election = Election(store, name, f"{name}:1", lock_s, self, self.away.append)

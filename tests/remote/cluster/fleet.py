@@ -13,13 +13,11 @@ import pytest
 
 from llmproxy.app import running
 from llmproxy.config import Config
-from llmproxy.core.shards import DEFAULT
 from llmproxy.lab.simulator.replica import Replica, ReplicaOptions
-from llmproxy.remote.cluster import stores
+from llmproxy.remote.cluster import build
 from llmproxy.remote.cluster.cluster import Cluster
 from llmproxy.remote.cluster.election import Leadership
 from llmproxy.remote.cluster.sessions import MemberSession
-from llmproxy.remote.cluster.shard import Shard
 from llmproxy.scheduling.valkey import StoreError
 from tests.e2e.leftovers import nothing_left
 from tests.e2e.proxies import QUICK, ProxyUnderTest, all_up, merged_with, until
@@ -50,9 +48,9 @@ class MemoryLock:
             self.held = None
         return self.held
 
-    async def release(self, holder: str, epoch: int) -> None:
+    async def release(self, holder: str) -> None:
         self._asked_by(holder)
-        if self.held is not None and self.held.holder == holder and self.held.epoch <= epoch:
+        if self.held is not None and self.held.holder == holder:
             self.held = None
 
     async def close(self) -> None: ...
@@ -69,21 +67,20 @@ class Members(list[ProxyUnderTest]):
     def __init__(self, lock: MemoryLock) -> None:
         super().__init__()
         self.lock = lock
-        self.locks = {DEFAULT: lock}
 
     @property
     def leader(self) -> ProxyUnderTest:
         """The leader."""
-        (leader,) = [one for one in self if shard_of(one).is_leader]
+        (leader,) = [one for one in self if cluster_of(one).is_leader]
         return leader
 
     @property
     def followers(self) -> list[ProxyUnderTest]:
-        return [one for one in self if not shard_of(one).is_leader]
+        return [one for one in self if not cluster_of(one).is_leader]
 
     def together(self) -> bool:
         """Whether all members follow a single leader."""
-        led = [shard_of(one) for one in self]
+        led = [cluster_of(one) for one in self]
         return sum(one.is_leader for one in led) == 1 and all(
             one.has_leader and len(one.members) == len(self) for one in led
         )
@@ -94,9 +91,8 @@ class Members(list[ProxyUnderTest]):
             one.check()
             leasing = cluster_of(one).leasing
             assert (leasing.waiting, leasing.running) == (0, 0)
-            for pool in cluster_of(one).shards:
-                for session in sessions_of(one, pool).values():
-                    assert (session.server.open_requests, session.server.leases) == (0, 0)
+            for session in sessions_of(one).values():
+                assert (session.server.open_requests, session.server.leases) == (0, 0)
 
 
 def cluster_of(member: ProxyUnderTest) -> Cluster:
@@ -104,13 +100,9 @@ def cluster_of(member: ProxyUnderTest) -> Cluster:
     return member.app.cluster
 
 
-def shard_of(member: ProxyUnderTest, pool: str = DEFAULT) -> Shard:
-    return cluster_of(member).shards[pool]
-
-
-def sessions_of(member: ProxyUnderTest, pool: str = DEFAULT) -> dict[str, MemberSession]:
+def sessions_of(member: ProxyUnderTest) -> dict[str, MemberSession]:
     """Returns the sessions of a leader by member name; empty for a follower."""
-    sessions = shard_of(member, pool).sessions
+    sessions = cluster_of(member).sessions
     return {} if sessions is None else sessions.by_name
 
 
@@ -121,9 +113,7 @@ async def members(
     """So many members over one replica for each of `options`. All follow one of them when the block is entered."""
     with pytest.MonkeyPatch.context() as patch:
         found = Members(MemoryLock())
-        patch.setattr(
-            stores, "open_lock_store", lambda _config, _api, shard: found.locks.setdefault(shard, MemoryLock())
-        )
+        patch.setattr(build, "open_lock_store", lambda _config, _api: found.lock)
         async with nothing_left(), AsyncExitStack() as stack:
             replicas = [await stack.enter_async_context(Replica(one)) for one in options]
             backends = [

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llmproxy.remote.cluster.election import Leadership
-from llmproxy.remote.cluster.stores.kubernetes import ADDRESS, TRIES, KubernetesLock
+from llmproxy.remote.cluster.kubernetes_lock import ADDRESS, TRIES, KubernetesLock
 from llmproxy.scheduling.valkey import StoreError
 from tests.backends.kubernetes.api_server import ApiServer, Object, api_server
 
@@ -175,24 +175,17 @@ async def test_late_reader_waits_for_the_whole_time(locks: list[KubernetesLock])
 
 async def test_the_holder_gives_it_up(api: ApiServer, locks: list[KubernetesLock]) -> None:
     await locks[0].take(wanted("a"), LOCK_S)
-    await locks[1].release("b", 1)
+    await locks[1].release("b")
     assert lease_of(api)["spec"]["holderIdentity"] == "a"
-    await locks[0].release("a", 1)
+    await locks[0].release("a")
     assert lease_of(api)["spec"]["holderIdentity"] == ""
     assert await locks[1].holder() is None
-    await locks[0].release("a", 1)
+    await locks[0].release("a")
     assert await locks[1].take(wanted("b"), LOCK_S) == Leadership("b", "b:1", 2)
 
 
-async def test_a_late_release_does_not_free_a_later_term(locks: list[KubernetesLock]) -> None:
-    await locks[0].take(wanted("a"), LOCK_S)
-    later = await locks[0].take(wanted("a", 2), LOCK_S)
-    await locks[0].release("a", 2)
-    assert await locks[1].holder() == later == Leadership("a", "a:1", 3)
-
-
 async def test_absent_lease_can_be_released(locks: list[KubernetesLock]) -> None:
-    await locks[0].release("a", 1)
+    await locks[0].release("a")
 
 
 # --- what fails -------------------------------------------------------------------------------------------------------
@@ -200,7 +193,7 @@ async def test_absent_lease_can_be_released(locks: list[KubernetesLock]) -> None
 
 async def test_missing_rights_are_named(api: ApiServer, locks: list[KubernetesLock]) -> None:
     api.refuses = 403
-    for call in (locks[0].take(wanted("a"), LOCK_S), locks[0].holder(), locks[0].release("a", 1)):
+    for call in (locks[0].take(wanted("a"), LOCK_S), locks[0].holder(), locks[0].release("a")):
         said = await refused(call)
         assert "403" in said
         assert f"verbs get and update for the lease {NAME}, and create for leases" in said
@@ -281,7 +274,7 @@ async def test_an_answer_that_is_no_lease_is_an_error(locks: list[KubernetesLock
         async def close(self) -> None: ...
 
     locks[0]._api = Api()  # type: ignore[assignment]
-    for call in (locks[0].take(wanted("b"), LOCK_S), locks[0].holder(), locks[0].release("a", 1)):
+    for call in (locks[0].take(wanted("b"), LOCK_S), locks[0].holder(), locks[0].release("a")):
         assert "not a Lease" in await refused(call)
 
 

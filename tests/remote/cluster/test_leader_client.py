@@ -11,8 +11,8 @@ from llmproxy.core.domain import Outcome, Verdict
 from llmproxy.core.lease_events import Progress, Started
 from llmproxy.remote import messages
 from llmproxy.remote.client import NO_LEADER_RETRY_S, UNSENT_MAX
+from llmproxy.remote.cluster.cluster import WITHOUT_LEADER_S
 from llmproxy.remote.cluster.sessions import GRACE_S
-from llmproxy.remote.cluster.shard import WITHOUT_LEADER_S
 from llmproxy.remote.link import SILENCE_S
 from tests.core.make import request
 from tests.dispatching import now, turns, virtual
@@ -144,7 +144,7 @@ async def test_a_lease_that_was_given_back_during_a_cut_is_given_back_after() ->
         ends = finished(leader.dispatcher)
         found.cut(one, leader)
         await asyncio.sleep(5.0)
-        assert not one.shard.has_leader
+        assert not one.cluster.has_leader
         await client.done()
         await asyncio.sleep(1.0)
         assert ends == []
@@ -162,7 +162,7 @@ async def test_messages_lost_with_a_connection_do_not_hold_a_lease_for_ever() ->
         await asyncio.sleep(SOON_S)
         found.cut(one, leader)
         await client.done()
-        one.leader_client.ended(client.request, True)
+        one.leasing.ended(client.request, True)
         one.clients.clear()
         await asyncio.sleep(5.0)
         found.heal()
@@ -226,7 +226,7 @@ async def test_a_grant_may_meet_anything_in_any_turn(at_ms: float, what: str) ->
             client.task.cancel()
         await asyncio.sleep(2.0)
         assert client.task.cancelled() or client.holds() == "a"
-        assert found.leader.dispatcher.leases == one.leader_client.running
+        assert found.leader.dispatcher.leases == one.leasing.running
         next_one = one.client()
         await client.done()
         await asyncio.sleep(1.0)
@@ -314,7 +314,7 @@ async def test_a_leader_that_dies_takes_nothing_with_it() -> None:
         found.members.remove(dead)
         await dead.die()
         await asyncio.sleep(LOCK_S + 1.0)
-        assert found.leader.shard.last_gap_s == pytest.approx(LOCK_S, abs=1.0)
+        assert found.leader.cluster.last_gap_s == pytest.approx(LOCK_S, abs=1.0)
         assert runs.holds() == "a"
         assert waits.lease is None, "no grant beyond the seats"
         await runs.done()
@@ -372,13 +372,13 @@ async def test_a_grant_by_a_leader_of_the_past_is_ignored() -> None:
         await asyncio.sleep(SOON_S)
         old.cluster.begin_shutdown()
         await asyncio.sleep(2.0)
-        assert one.shard.is_leader or one.link is not link
-        [call] = one.leader_client._waiting
+        assert one.cluster.is_leader or one.link is not link
+        [call] = one.leasing._waiting
         session = found.leader.sessions[old.name]
         [lent] = session.server._lent.values()
         grant = lent.lease.grant
         late = messages.LeaseGranted(call, client.request.stage, grant.placed, 0.0, 0, grant.why, 0.0)
-        one.shard.handle(link, late)
+        one.cluster.handle(link, late)
         assert client.lease is None
         await seat.done()
 
@@ -390,12 +390,12 @@ async def test_unsent_events_go_to_the_next_leader() -> None:
         found.cut(one, found.leader)
         await asyncio.sleep(5.0)
         for number in range(UNSENT_MAX + 50):
-            one.leader_client.response_stored(f"r{number}", "a", "t")
-        assert len(one.leader_client._unsent) == UNSENT_MAX
+            one.leasing.response_stored(f"r{number}", "a", "t")
+        assert len(one.leasing._unsent) == UNSENT_MAX
         found.heal()
         await asyncio.sleep(3.0)
         assert len(found.leader.events.made) == UNSENT_MAX
-        assert len(one.leader_client._unsent) == 0
+        assert len(one.leasing._unsent) == 0
 
 
 # --- without a leader -------------------------------------------------------------------------------------------------
@@ -410,11 +410,11 @@ async def test_without_a_leader_requests_are_held_and_then_refused() -> None:
     async with world(2) as found:
         nobody_leads(found)
         await asyncio.sleep(LOCK_S)
-        assert not found.members[0].shard.has_leader
-        unled_s = found.members[0].shard._leader_lost_s
+        assert not found.members[0].cluster.has_leader
+        unled_s = found.members[0].cluster._leader_lost_s
         client = found.members[0].client()
         await asyncio.sleep(WITHOUT_LEADER_S - 1.0)
-        assert found.members[0].leader_client.waiting == 1
+        assert found.members[0].leasing.waiting == 1
         await asyncio.sleep(LOCK_S + 2.0)
         assert client.refused is not None
         assert client.refused.outcome is Outcome.REJECTED_NO_BACKENDS
@@ -449,7 +449,7 @@ async def test_member_that_drains_without_a_leader_refuses_waiting_requests() ->
         await asyncio.sleep(LOCK_S)
         client = one.client()
         await turns()
-        one.leader_client.drain()
+        one.leasing.drain()
         await turns()
         assert client.refused is not None
         assert client.refused.outcome is Outcome.DRAINING
@@ -465,7 +465,7 @@ async def test_member_that_finishes_waiting_requests_gets_no_new_ones() -> None:
         one = found.followers[0]
         seat, waits = found.leader.client(), one.client()
         await asyncio.sleep(SOON_S)
-        one.leader_client.drain(finish_waiting=True)
+        one.leasing.drain(finish_waiting=True)
         late = one.client()
         await asyncio.sleep(SOON_S)
         assert late.refused is not None
@@ -505,16 +505,16 @@ async def test_client_may_leave_while_its_request_is_asked_again() -> None:
 @virtual
 async def test_answers_for_unknown_calls_are_ignored() -> None:
     async with world(2) as found:
-        leader_client = found.followers[0].leader_client
+        leasing = found.followers[0].leasing
         client = found.followers[0].client()
         await asyncio.sleep(SOON_S)
-        [run] = leader_client._runs.values()
+        [run] = leasing._runs.values()
         grant: Any = run.lease.grant
-        leader_client.handle(messages.LeaseGranted(99, grant.request.stage, grant.placed, 0.0, 0, grant.why, 0.0))
-        leader_client.handle(messages.CallRefused(98, Outcome.EXPIRED, "", None))
-        leader_client.handle(messages.LeaseCut(97, revoked=True))
+        leasing.handle(messages.LeaseGranted(99, grant.request.stage, grant.placed, 0.0, 0, grant.why, 0.0))
+        leasing.handle(messages.CallRefused(98, Outcome.EXPIRED, "", None))
+        leasing.handle(messages.LeaseCut(97, revoked=True))
         await turns()
-        assert leader_client.running == 1
+        assert leasing.running == 1
         assert client.holds() == "a"
 
 
@@ -525,10 +525,10 @@ async def test_a_grant_that_comes_twice_in_one_turn_is_one() -> None:
         seat, client = found.leader.client(), one.client()
         await asyncio.sleep(SOON_S)
         assert seat.lease is not None
-        [call], grant = one.leader_client._waiting, seat.lease.grant
+        [call], grant = one.leasing._waiting, seat.lease.grant
         granted = messages.LeaseGranted(call, client.request.stage, grant.placed, 0.0, 0, grant.why, 0.0)
         for _ in range(2):
-            one.leader_client.handle(granted)
+            one.leasing.handle(granted)
         await turns()
         assert client.holds() == "a"
         await seat.done()
@@ -544,7 +544,7 @@ async def test_a_new_leader_that_does_not_know_a_backend_lets_its_answers_go_on(
         new.dispatcher.pools.remove_backend("a")
         old.cluster.begin_shutdown()
         await asyncio.sleep(2.0)
-        assert new.shard.is_leader
+        assert new.cluster.is_leader
         assert new.dispatcher.leases == 0
         assert client.lease is not None
         client.lease.apply(Started(client.lease.grant.lease), now())

@@ -9,14 +9,17 @@ from math import inf
 from typing import Any
 
 import pytest
+from aiohttp.test_utils import make_mocked_request
 
-from llmproxy.config import BackendConfig, Config
+from llmproxy.config import BackendConfig, hash_of
 from llmproxy.gateway.http.headers import OBJECTIVE_HEADERS
 from llmproxy.lab.simulator.replica import Replica
-from llmproxy.remote.cluster import shard
+from llmproxy.remote.cluster import cluster
 from llmproxy.remote.cluster.build import config_hash as config_hash
+from llmproxy.remote.cluster.pages import PASSED_ON_MAX
+from llmproxy.remote.pages import PASSED_ON
 from tests.e2e.proxies import FAST, HELLO, STREAM, until
-from tests.remote.cluster.fleet import Members, cluster_of, members, shard_of
+from tests.remote.cluster.fleet import Members, cluster_of, members
 
 
 def waits(found: Members, requests: int) -> bool:
@@ -61,7 +64,7 @@ async def test_a_leader_that_resigned_cuts_nothing() -> None:
         waiting = [one.waiting(HELLO) for one in found]
         await until(lambda: old.queued == 3)
         cluster_of(old).begin_shutdown()
-        await until(lambda: not shard_of(old).is_leader)
+        await until(lambda: not cluster_of(old).is_leader)
         await until(found.together)
         assert found.leader is not old
         await until(lambda: found.leader.queued == 3)
@@ -99,16 +102,16 @@ async def test_only_the_leader_has_metrics_of_the_need() -> None:
 async def test_a_member_without_a_leader_is_not_ready_once_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     async with members(2, FAST) as found:
         (follower,) = found.followers
-        monkeypatch.setattr(shard, "WITHOUT_LEADER_S", inf)
+        monkeypatch.setattr(cluster, "WITHOUT_LEADER_S", inf)
         found.lock.away = {"m0", "m1"}
-        await until(lambda: not any(shard_of(one).has_leader for one in found))
+        await until(lambda: not any(cluster_of(one).has_leader for one in found))
         assert (await follower.get("/ready")).status == 200, "its requests are held"
         summary = (await follower.get("/debug/live")).json["summary"]
         assert (summary["level"], summary["text"].partition(":")[0]) == (
             "bad",
             "This member of the cluster has no leader",
         )
-        monkeypatch.setattr(shard, "WITHOUT_LEADER_S", -inf)
+        monkeypatch.setattr(cluster, "WITHOUT_LEADER_S", -inf)
         assert (await follower.get("/ready")).json["reason"] == "this member of the cluster has no leader"
         found.lock.away = set()
         await until(found.together)
@@ -145,7 +148,7 @@ async def test_next_leader_knows_held_requests() -> None:
         asked = await held_anywhere(found)
         old = found.leader
         cluster_of(old).begin_shutdown()
-        await until(lambda: not shard_of(old).is_leader)
+        await until(lambda: not cluster_of(old).is_leader)
         await until(found.together)
         await until(lambda: found.leader.app.dispatcher.nameless == 3)
         for task in asked:
@@ -160,7 +163,7 @@ async def test_a_member_without_a_leader_has_no_number_for_an_autoscaler() -> No
         (follower,) = found.followers
         assert (await follower.get("/scale/base")).json["replicas"]["up"] == 1
         found.lock.away = {"m0", "m1"}
-        await until(lambda: all(shard_of(one).limit_divisor for one in found))
+        await until(lambda: all(cluster_of(one).limit_divisor for one in found))
         for one in found:
             assert (await one.get("/debug/live")).json["summary"]["level"] == "warning"
             for path in ("/scale", "/scale/base"):
@@ -173,8 +176,10 @@ async def test_a_member_without_a_leader_has_no_number_for_an_autoscaler() -> No
         assert (await follower.get("/scale/base")).json["replicas"]["up"] == 1
 
 
-def test_members_that_differ_about_pools_with_a_lock_of_their_own_differ() -> None:
-    alike = [config_hash(Config.model_validate({"cluster": {"pools": pools}})) for pools in (["a", "b"], ["b", "a"])]
-    other = [config_hash(Config.model_validate({"cluster": {"pools": pools}})) for pools in ([], ["a"], ["ab"])]
-    assert len({*alike}) == 1
-    assert len({*alike, *other}) == 4
+async def test_a_page_is_forwarded_at_most_twice() -> None:
+    """A member that two others take for the leader is a follower itself: the request would go round for ever."""
+    async with members(2, FAST, admin_key=hash_of("k")) as found:
+        asked = make_mocked_request("GET", "/admin/backends", headers={"Authorization": "Bearer k"})
+        asked[PASSED_ON] = PASSED_ON_MAX
+        answer = await found.followers[0].app.pages.administer("/admin/backends", asked, on_admin_port=False)
+        assert (answer.status, answer.headers["retry-after"]) == (503, "5")

@@ -72,9 +72,9 @@ async def test_prefixes_of_unknown_backends_are_left_out() -> None:
         leader, [one] = found.leader, found.followers
         await served(one, PROMPT)
         [backend] = known(leader)
-        assert len([*one.leader_client._prefixes.all()]) == 1
+        assert len([*one.leasing._prefixes.all()]) == 1
         one.dispatcher.pools.remove_backend(backend)
-        assert not [*one.leader_client._prefixes.all()]
+        assert not [*one.leasing._prefixes.all()]
         one.dispatcher.pools.restore_prefix(BASE, backend, PROMPT)
         one.dispatcher.pools.restore_prefix("gone", "b", PROMPT)
         assert known(one) == {}
@@ -89,7 +89,7 @@ async def test_the_oldest_prompts_are_forgotten_first(monkeypatch: pytest.Monkey
         [one] = found.followers
         for prompt in prompts:
             await served(one, prompt[:5], prompt)
-        held = one.leader_client._prefixes
+        held = one.leasing._prefixes
         assert held._hashes == sum(len(kept.hashes) for kept, _ in held._by_lease.values()) == 2 * len(PROMPT)
         new = await leader_dies(found)
         assert [bool(known(new, prompt)) for prompt in prompts] == [False, False, False, True, True]

@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 
 from llmproxy.core.domain import Outcome
-from llmproxy.core.queueing.rate_limits import REQUESTS, TOKENS, RateLimits
+from llmproxy.core.queueing.rate_limits import REQUESTS, TOKENS
 from llmproxy.core.settings import Settings, UsageLimit
 from llmproxy.remote.cluster.hand_over import RATES_KNOWN_MAX, RATES_MAX, AnnouncedRateDebts
 from tests.dispatching import SETTINGS, Client, virtual
 from tests.remote.cluster.virtual import VirtualMember, World, world
-from tests.scheduling.shared.memory import LIMITS, MemoryStore, sharing, theirs
-from tests.scheduling.shared.memory import TOKENS as TOKENS_KEY
 
 SOON_S = 0.05
 TENANT = "tenant:t"
@@ -119,25 +117,6 @@ async def test_waiting_request_counts_once_over_a_broken_connection() -> None:
         await holder.done()
         await asyncio.sleep(SOON_S)
         assert waits.holds() == "a"
-
-
-@virtual
-async def test_tokens_taken_in_a_store_stay_under_another_leader() -> None:
-    """The old leader counts no tokens of running requests, and the new leader does not know their tokens."""
-    store, limits = MemoryStore(), replace(SETTINGS, limits=LIMITS)
-    async with sharing(store) as first, sharing(store) as second, world(2, settings=limits) as found:
-        for one, shared in zip(found.members, (first, second), strict=True):
-            one.dispatcher.pools._limits.rates, one.dispatcher.reserve = shared, shared.reserve
-        asks = found.followers[0]
-        running, waiting = asks.client(theirs(200)), asks.client(theirs(300))
-        await asyncio.sleep(0.5)
-        assert (running.holds(), waiting.holds()) == ("a", None)
-        assert store.taken_s(TOKENS_KEY) == pytest.approx(50.0, abs=0.6)
-        await another_leads(found)
-        assert store.taken_s(TOKENS_KEY) == pytest.approx(50.0 - 2.5, abs=0.6)
-        assert running.holds() == "a"
-        for one in found.members:
-            one.dispatcher.pools._limits.rates = RateLimits(LIMITS)
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from tests.dispatching import virtual
 from tests.e2e.proxies import FAST, HELLO, until
 from tests.e2e.scheduling.test_stored_responses import RESPONSES, go_on, made
 from tests.remote.cluster.elections import LOCK_S
-from tests.remote.cluster.fleet import cluster_of, members, sessions_of, shard_of
+from tests.remote.cluster.fleet import cluster_of, members, sessions_of
 from tests.remote.cluster.virtual import world
 
 ADMIN: dict[str, Any] = {"admin_key": hash_of("k"), "trust_headers": "all"}
@@ -39,10 +39,10 @@ async def test_rejoining_member_knows_the_makers_of_stored_responses() -> None:
         late.app.gateway.stored._made_by.clear()
         late.app.gateway.stored._ids_of.clear()
         assert (await late.get(path)).status == 404
-        link = shard_of(late)._connection
+        link = cluster_of(late)._connection
         assert link is not None
         link.link.abort()
-        await until(lambda: shard_of(late)._connection not in (None, link) and found.together())
+        await until(lambda: cluster_of(late)._connection not in (None, link) and found.together())
         await until(lambda: len(late.app.gateway.stored.made_by) > 0)
         assert (await late.get(path)).status == 200
 
@@ -55,7 +55,7 @@ async def test_joining_member_learns_the_makers_of_stored_responses() -> None:
         await asyncio.sleep(0.1)
         late = await found.member("late")
         await asyncio.sleep(0.5)
-        assert late.shard.has_leader
+        assert late.cluster.has_leader
         assert list(late.responses.values()) == list(found.leader.responses.values())
         assert len(late.responses) == IDS_MAX
 
@@ -71,7 +71,7 @@ async def test_stored_responses_are_sent_when_a_member_returns() -> None:
         assert [len(member.responses) for member in found.followers] == [0, 1]
         found.heal()
         await asyncio.sleep(5.0)
-        assert one.shard.has_leader
+        assert one.cluster.has_leader
         assert set(one.responses) == {"resp_1"}
 
 
@@ -83,7 +83,7 @@ async def test_stored_responses_without_a_leader_are_sent_to_the_next() -> None:
         found.members.remove(dead)
         await dead.die()
         await asyncio.sleep(3 * LOCK_S)
-        assert all(one.shard.limit_divisor for one in found.members)
+        assert all(one.cluster.limit_divisor for one in found.members)
         for one in found.members:
             one.store(f"resp_{one.name}")
         await asyncio.sleep(0.1)
@@ -116,7 +116,7 @@ async def test_a_backend_that_is_drained_at_any_member_stays_so_under_the_next_l
         await until(lambda: all(one.app.registry.drained() == {"b0"} for one in found))
         old = found.leader
         cluster_of(old).begin_shutdown()
-        await until(lambda: not shard_of(old).is_leader)
+        await until(lambda: not cluster_of(old).is_leader)
         await until(found.together)
         for one in found:
             for _ in range(3):
@@ -128,7 +128,7 @@ async def test_a_backend_that_is_drained_at_any_member_stays_so_under_the_next_l
 async def test_nothing_is_drained_without_a_leader_as_the_next_one_would_not_know_of_it() -> None:
     async with members(2, FAST, FAST, **ADMIN) as found:
         found.lock.away = {"m0", "m1"}
-        await until(lambda: not any(shard_of(one).has_leader for one in found))
+        await until(lambda: not any(cluster_of(one).has_leader for one in found))
         for one in found:
             answer = await one.post("/admin/backends/b0/drain", {}, headers=KEY)
             assert (answer.status, answer.headers["retry-after"]) == (503, "5")
@@ -187,10 +187,10 @@ async def test_member_without_backends_does_not_lead() -> None:
         one.campaign(False)
         old.cluster.begin_shutdown()
         await asyncio.sleep(3.0)
-        assert not new.leader_client.has_leader
+        assert not new.leasing.has_leader
         polled.set()
         await asyncio.sleep(1.0)
-        assert new.shard.is_leader
+        assert new.cluster.is_leader
         assert seat.holds() == "a"
         assert waits.refused is None
 
@@ -207,7 +207,7 @@ async def test_member_that_leaves_before_it_knows_backends_does_not_lead() -> No
         old.campaign(False)
         found.store.held = None
         await asyncio.sleep(10.0)
-        assert not new.shard.is_leader
+        assert not new.cluster.is_leader
 
 
 @pytest.mark.slow
@@ -220,9 +220,9 @@ async def test_requests_that_wait_outlive_a_leader_that_is_cut_off_from_its_lock
             await until(lambda: old.queued == 3)
             found.lock.away.add(old.app.cluster.me.name)  # type: ignore[union-attr]
             others = [one for one in found if one is not old]
-            await until(lambda: not shard_of(old).is_leader)
-            await until(lambda: any(shard_of(one).is_leader for one in others))
-            await until(lambda: all(shard_of(one).has_leader for one in others))
+            await until(lambda: not cluster_of(old).is_leader)
+            await until(lambda: any(cluster_of(one).is_leader for one in others))
+            await until(lambda: all(cluster_of(one).has_leader for one in others))
             assert not any(one.done() for one in waiting)
             found.lock.away.clear()
             await until(found.together)

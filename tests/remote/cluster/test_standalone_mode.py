@@ -34,7 +34,7 @@ async def test_each_member_decides_with_its_part() -> None:
         assert [client.holds() for client in clients] == [*"aa", None, None, None] * 2, "a third of six for each"
         assert cluster_status(one.cluster)["alone"]
         assert cluster_status(one.cluster)["leader"] is None
-        assert not one.shard.state().led
+        assert not one.cluster.state().led
         await clients[0].done()
         await asyncio.sleep(SOON_S)
         assert clients[2].holds() == "a"
@@ -68,7 +68,7 @@ async def test_new_leader_ends_standalone_mode_and_knows_running_requests() -> N
         assert [client.holds() for client in (*runs, waits)] == ["a", "a", "a"], "limits are whole again"
         assert found.leader.dispatcher.leases == 3
         assert sum(one.dispatcher.leases for one in found.followers) == 0
-        assert [one.shard.limit_divisor for one in found.members] == [0, 0]
+        assert [one.cluster.limit_divisor for one in found.members] == [0, 0]
         more = other.client()
         await asyncio.sleep(SOON_S)
         assert more.holds() is None
@@ -85,8 +85,8 @@ async def test_member_that_never_met_others_schedules_nothing() -> None:
         late = await found.member("late")
         client = late.client()
         await asyncio.sleep(2 * ALONE_S)
-        assert late.shard.limit_divisor == 0
-        assert not late.leader_client.has_leader
+        assert late.cluster.limit_divisor == 0
+        assert not late.leasing.has_leader
         assert client.lease is None
         found.store.away = False
 
@@ -95,7 +95,7 @@ async def test_member_that_never_met_others_schedules_nothing() -> None:
 async def test_without_the_setting_nobody_decides_alone() -> None:
     async with world(3, seats=6) as found:
         await without_leader(found)
-        assert [one.shard.limit_divisor for one in found.members] == [0, 0]
+        assert [one.cluster.limit_divisor for one in found.members] == [0, 0]
         client = found.members[0].client()
         await asyncio.sleep(SOON_S)
         assert client.lease is None
@@ -109,7 +109,7 @@ async def test_the_leader_that_lost_its_lock_decides_alone_and_leads_again() -> 
         await asyncio.sleep(SOON_S)
         found.store.away = True
         await asyncio.sleep(3 * ALONE_S)
-        assert [one.shard.limit_divisor for one in found.members] == [2, 2]
+        assert [one.cluster.limit_divisor for one in found.members] == [2, 2]
         assert leader.dispatcher.leases == 3, "what ran runs on, although it is more than its part"
         waits = leader.client()
         await runs[0].done()
@@ -128,11 +128,11 @@ async def test_member_that_shuts_down_schedules_nothing() -> None:
     async with world(2, standalone_after_s=ALONE_S) as found:
         await without_leader(found)
         [one] = found.members
-        assert one.shard.limit_divisor == 2
+        assert one.cluster.limit_divisor == 2
         found.store.away = False
         await one.cluster.close()
-        assert one.shard.limit_divisor == 0
-        assert not one.leader_client.has_leader
+        assert one.cluster.limit_divisor == 0
+        assert not one.leasing.has_leader
 
 
 @virtual
@@ -142,7 +142,7 @@ async def test_earlier_charges_of_flows_count(monkeypatch: pytest.MonkeyPatch) -
         found.leader.client(flow="big", prompt_tokens=3000)
         found.leader.client(flow="small")
         await asyncio.sleep(1.5)
-        known = {key: dict(flows) for key, flows in one.shard._hand_over.balances.latest.items()}
+        known = {key: dict(flows) for key, flows in one.cluster._hand_over.balances.latest.items()}
         assert any(known.values())
         restored: dict[tuple[str, int], dict[str, float]] = {}
         monkeypatch.setattr(

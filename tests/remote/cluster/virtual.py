@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from math import inf
-from types import MappingProxyType
 from typing import Any
 
 from llmproxy.core.domain import Request
 from llmproxy.core.settings import Settings
-from llmproxy.core.shards import DEFAULT
 from llmproxy.remote import messages
 from llmproxy.remote.cluster.cluster import Cluster
 from llmproxy.remote.cluster.hand_over import MemberCallbacks
-from llmproxy.remote.cluster.leasing import ClusterLeasing, LeaderClient, LeaderConnection
+from llmproxy.remote.cluster.leasing import ClusterLeasing, LeaderConnection
 from llmproxy.remote.cluster.pages import bounded
 from llmproxy.remote.cluster.sessions import MemberSession
-from llmproxy.remote.cluster.shard import Shard
 from llmproxy.remote.messages import PROTOCOL, Drained, Hello, Learned
 from llmproxy.remote.server import LeaseServer
 from llmproxy.scheduling.dispatcher import Dispatcher
-from tests.dispatching import SETTINGS, Client, dispatcher_of, empty
+from tests.dispatching import SETTINGS, Client, dispatcher, empty
 from tests.remote.cluster.elections import LOCK_S, Store
 from tests.remote.workers.link import RecordedEvents
 
@@ -150,9 +147,7 @@ class VirtualMember:
 
     def __init__(self, world: World, name: str, incarnation: str = "1", backends: Iterable[str] = "a") -> None:
         self.name = name
-        self.dispatcher: Dispatcher = dispatcher_of(
-            world.pools, None, world.settings, **dict.fromkeys(world.backends, world.seats)
-        )
+        self.dispatcher: Dispatcher = dispatcher(None, world.settings, **dict.fromkeys(world.backends, world.seats))
         self.events = RecordedEvents()
         self.backends = set(backends)
         self.drained: frozenset[str] = frozenset()
@@ -179,36 +174,28 @@ class VirtualMember:
             self.cluster.stored(one, by)
 
         self.cluster = Cluster(
-            hello, LOCK_S, world.stores, self.dispatcher, self.leasing,
-            replace(services, stored=stored), lambda _: shared, self.network, world.standalone_after_s,
+            hello, LOCK_S, world.store, self.dispatcher, self.leasing,
+            replace(services, stored=stored), shared, self.network, world.standalone_after_s,
         )  # fmt: skip
-
-    @property
-    def shard(self) -> Shard:
-        return self.cluster.default
 
     @property
     def link(self) -> LeaderConnection | None:
         """The connection to the leader."""
-        return self.shard._connection
+        return self.cluster._connection
 
     def campaign(self, campaigns: bool) -> None:
         """Sets whether the member asks for free locks."""
-        assert self.shard._election is not None
-        self.shard._election.campaigning = campaigns
+        assert self.cluster._election is not None
+        self.cluster._election.campaigning = campaigns
 
     @property
     def sessions(self) -> dict[str, MemberSession]:
         """The sessions of a leader by member name."""
-        return {} if self.shard.sessions is None else self.shard.sessions.by_name
+        return {} if self.cluster.sessions is None else self.cluster.sessions.by_name
 
     @property
     def differing(self) -> set[str]:
-        return set() if self.shard.sessions is None else self.shard.sessions._differing
-
-    @property
-    def leader_client(self) -> LeaderClient:
-        return self.shard.leader_client
+        return set() if self.cluster.sessions is None else self.cluster.sessions._differing
 
     def _drain(self, told: Drained) -> None:
         self.drained = told.backends
@@ -222,7 +209,7 @@ class VirtualMember:
     def store(self, response_id: str) -> None:
         """A client has a response stored, which the gateway notes and tells."""
         self.responses[response_id] = messages.ResponseStored(response_id, "a", "tenant")
-        self.leader_client.response_stored(response_id, "a", "tenant")
+        self.leasing.response_stored(response_id, "a", "tenant")
 
     def client(self, asked: Request | None = None, **facts: Any) -> Client:
         self.clients.append(Client(self.leasing, asked, **facts))
@@ -231,10 +218,9 @@ class VirtualMember:
     async def die(self) -> None:
         """The process is killed: its connections end, and nothing more is said."""
         self.network.fail()
-        for shard in self.cluster.shards.values():
-            assert shard._election is not None
-            # Nobody frees its lock.
-            shard._election._may_hold_lock = shard._election._is_leader = False
+        assert self.cluster._election is not None
+        # Nobody frees its lock.
+        self.cluster._election._may_hold_lock = self.cluster._election._is_leader = False
         for client in self.clients:
             client.task.cancel()
         await self.cluster.close()
@@ -242,15 +228,13 @@ class VirtualMember:
     def check(self) -> None:
         """Nothing is left."""
         assert (self.leasing.waiting, self.leasing.running) == (0, 0)
-        for shard in self.cluster.shards.values():
-            for session in shard.sessions.by_name.values() if shard.sessions is not None else ():
-                assert (session.server.open_requests, session.server.leases, session.server.waiting) == (0, 0, 0)
+        for session in self.sessions.values():
+            assert (session.server.open_requests, session.server.leases, session.server.waiting) == (0, 0, 0)
         empty(self.dispatcher)
 
 
 class World:
-    """Everything that members have in common. Every backend has so many `seats`, and is of the usual pool or of that of
-    `pools`, which then has a lock of its own."""
+    """Everything that members have in common. Every backend has so many `seats`."""
 
     def __init__(
         self,
@@ -258,14 +242,11 @@ class World:
         backends: Iterable[str] = "a",
         standalone_after_s: float = inf,
         settings: Settings = SETTINGS,
-        pools: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.net = Net()
-        self.pools = pools
         self.settings = settings
         self.standalone_after_s = standalone_after_s
         self.store = Store()
-        self.stores = {DEFAULT: self.store} | {pool: Store() for pool in pools.values()}
         self.seats = seats
         self.backends = tuple(backends)
         self.members: list[VirtualMember] = []
@@ -278,15 +259,12 @@ class World:
 
     @property
     def leader(self) -> VirtualMember:
-        return self.leader_of(DEFAULT)
-
-    def leader_of(self, pool: str) -> VirtualMember:
-        [leader] = [one for one in self.members if one.cluster.shards[pool].is_leader]
+        [leader] = [one for one in self.members if one.cluster.is_leader]
         return leader
 
     @property
     def followers(self) -> list[VirtualMember]:
-        return [one for one in self.members if not one.shard.is_leader]
+        return [one for one in self.members if not one.cluster.is_leader]
 
     def cut(self, one: VirtualMember, other: VirtualMember) -> None:
         self.net.cut.add(frozenset({one.name, other.name}))
@@ -312,11 +290,11 @@ class World:
 @asynccontextmanager
 async def world(
     count: int, seats: int = 1, backends: Iterable[str] = "a", standalone_after_s: float = inf,
-    settings: Settings = SETTINGS, pools: Mapping[str, str] = MappingProxyType({}),
+    settings: Settings = SETTINGS,
 ) -> AsyncIterator[World]:  # fmt: skip
     """So many members m0, m1, ..., who follow one of them. Nothing may stay behind in any, nor any task."""
     before = asyncio.all_tasks()
-    found = World(seats, backends, standalone_after_s, settings, pools)
+    found = World(seats, backends, standalone_after_s, settings)
     for number in range(count):
         await found.member(f"m{number}")
     await asyncio.sleep(1.0)

@@ -299,7 +299,3 @@ def test_no_address(url: str) -> None:
 
 def test_the_scheme_may_be_left_out() -> None:
     assert str(Target.parsed("gpu:8080", None)) == "http://gpu:8080"
-
-
-def test_one_pool_of_a_cluster_may_be_selected() -> None:
-    assert Target.parsed("gpu:8080/?pool=org%2Fcode", None).pool == "org/code"

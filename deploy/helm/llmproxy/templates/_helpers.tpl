@@ -112,14 +112,7 @@ fairness fairness_cost input_weight ordering output_weight placement seed slo_wi
 {{- end -}}
 {{- if eq (include "llmproxy.locksByLease" .) "true" -}}
   {{- $found := get $rights .Release.Namespace | default dict -}}
-  {{- $name := dig "cluster" "name" "llmproxy" .Values.config -}}
-  {{- $leases := list $name -}}
-  {{- range dig "cluster" "pools" list .Values.config -}}
-    {{- /* As the proxy names the lock of a pool that has one of its own. */ -}}
-    {{- $readable := regexReplaceAll "[^a-z0-9]+" (lower .) "-" | trunc 40 | trimAll "-" -}}
-    {{- $leases = append $leases (join "-" (compact (list $name $readable (sha256sum . | trunc 6)))) -}}
-  {{- end -}}
-  {{- $_ := set $found "leases" $leases -}}
+  {{- $_ := set $found "leases" (list (dig "cluster" "name" "llmproxy" .Values.config)) -}}
   {{- $_ := set $rights .Release.Namespace $found -}}
 {{- end -}}
 {{- $rights | toJson -}}

@@ -23,21 +23,13 @@ export const key = {
   set: (value) => inTab.set(KEY, value),
 };
 
-/** The pool that this page shows, if the pool has its own leader; null for all other pools together. */
-export const pool = new URLSearchParams(location.search).get("pool");
-
-/** Adds the pool to a debug path, so that the leader of the pool answers. */
-function ofPool(path) {
-  return pool && path.startsWith("/debug/") ? `${path}${path.includes("?") ? "&" : "?"}${new URLSearchParams({ pool })}` : path;
-}
-
 async function ask(path, options = {}) {
   // A browser refuses to send such a header field, with an error that does not say why.
   if (/[^\x21-\x7e]/.test(key.get())) throw new LockedError("A key is printable ASCII without spaces.");
   const headers = key.get() ? { Authorization: `Bearer ${key.get()}` } : {};
   let answer;
   try {
-    answer = await fetch(ofPool(path), { ...options, headers, cache: "no-store", signal: AbortSignal.timeout(TIMEOUT_MS) });
+    answer = await fetch(path, { ...options, headers, cache: "no-store", signal: AbortSignal.timeout(TIMEOUT_MS) });
   } catch (error) {
     throw new UnreachableError(error.message);
   }

@@ -28,8 +28,7 @@ return taken
 RELEASE = """
 local held = redis.call('GET', KEYS[1])
 if held then
-  local now = cjson.decode(held)
-  if now.holder == ARGV[1] and now.epoch <= tonumber(ARGV[2]) then redis.call('DEL', KEYS[1]) end
+  if cjson.decode(held).holder == ARGV[1] then redis.call('DEL', KEYS[1]) end
 end
 return 1
 """
@@ -54,9 +53,9 @@ class ValkeyLock:
         held = await self._server.run("return redis.call('GET', KEYS[1])", self._keys[:1])
         return None if held is None else _leadership(held)
 
-    async def release(self, holder: str, epoch: int) -> None:
+    async def release(self, holder: str) -> None:
         """See `LockStore.release`."""
-        await self._server.run(RELEASE, self._keys[:1], holder, epoch)
+        await self._server.run(RELEASE, self._keys[:1], holder)
 
     async def close(self) -> None:
         await self._server.close()

@@ -50,11 +50,11 @@ class KubernetesLock:
         lease = await self._read()
         return None if lease is None or self._over(lease) else _leadership(lease)
 
-    async def release(self, holder: str, epoch: int) -> None:
+    async def release(self, holder: str) -> None:
         """See `LockStore.release`."""
         lease = await self._read()
         found = None if lease is None else _leadership(lease)
-        if lease is None or found is None or found.holder != holder or found.epoch > epoch:
+        if lease is None or found is None or found.holder != holder:
             return
         # As client-go does: one second is the minimum of the API.
         lease["spec"] |= {"holderIdentity": "", "leaseDurationSeconds": 1, "renewTime": _time()}
