@@ -1,4 +1,4 @@
-"""`llmproxy simulate`: from names on a command line to a table, `result.json` and `report.html`."""
+"""`llmproxy simulate`: from command line options to a table, `result.json` and `report.html`."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Unusable(Exception):  # noqa: N818 - an answer for people, not an error of
 
 
 def simulate(options: Options) -> None:
-    """Run everything, print tables and write the files. Raises Unusable."""
+    """Runs everything, prints tables and writes the files. Raises Unusable."""
     try:
         _simulate(options)
     except (TraceError, FleetError) as error:
@@ -138,7 +138,7 @@ def _simulate(options: Options) -> None:
 
 
 def _wanted(options: Options) -> Wanted:
-    """Raises Unusable for invalid objectives."""
+    """Parses the objectives of the options. Raises Unusable."""
     try:
         return Wanted() if options.objective is None else Wanted.parsed(options.objective)
     except ValueError as error:
@@ -146,9 +146,7 @@ def _wanted(options: Options) -> Wanted:
 
 
 def _extra(finished: Sequence[Finished], sizes: Sequence[Sizes], splits: Sequence[Splits], wanted: Wanted) -> Extra:
-    """Returns the parts of the report about scaling, fleet sizes and divisions of fleets, for the first seed and
-    load.
-    """
+    """Returns the report's parts about scaling, fleet sizes and divisions of fleets, for the first seed and load."""
     scaled = {one.run.policy: one.trail for one in reversed(finished) if one.trail.scaled}
     if not scaled and not sizes and not splits:
         return Extra()
@@ -164,7 +162,7 @@ def _extra(finished: Sequence[Finished], sizes: Sequence[Sizes], splits: Sequenc
 
 
 def _check(options: Options, fleet: SimulatedFleet, read: tuple[Trace, Survey]) -> None:
-    """Check that trace, fleet and configuration fit together. Raises Unusable."""
+    """Checks that trace, fleet and configuration fit together. Raises Unusable."""
     trace, found = read
     block_size = fleet.replicas[0].block_size
     if trace.block_tokens % block_size:
@@ -216,7 +214,7 @@ def _run(tasks: Sequence[tuple[Simulation, Point]], totals: Sequence[int], worke
 
 
 def _bounds(simulation: Simulation, chosen: Sequence[Point]) -> dict[str, dict[str, Bound]]:
-    """Returns load -> bounds, for the first seed."""
+    """Maps each load to its bounds, for the first seed."""
     first = chosen[0].seed
     loads = dict.fromkeys((point.rate_scale, point.prefill_scale) for point in chosen)
     return {

@@ -54,7 +54,7 @@ def resized(fleet: SimulatedFleet, count: int) -> SimulatedFleet:
 
 
 def divided(fleet: SimulatedFleet, prefill: int) -> SimulatedFleet:
-    """Returns the fleet with its first `prefill` replicas for prefill, the others for decode; no roles for 0."""
+    """Returns the fleet with its first `prefill` replicas for prefill, and the others for decode; 0: no roles."""
     roles = [Role.PREFILL] * prefill + [Role.DECODE if prefill else Role.BOTH] * (len(fleet.replicas) - prefill)
     return replace(
         fleet, replicas=tuple(replace(spec, role=role) for spec, role in zip(fleet.replicas, roles, strict=True))

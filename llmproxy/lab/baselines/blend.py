@@ -17,7 +17,7 @@ ADAPTER_SLOT_FREE = 0.6
 def _scores(request: Request, view: View) -> tuple[float, float, float, float]:
     """Returns (queue, KV cache, load, adapter) scores, each 0..1.
 
-    Scores do not depend on other backends. So a queue of one always scores better than a queue of fifty.
+    Scores do not depend on other backends, so a queue of one scores better than a queue of fifty.
     """
     kv_used = view.kv_used + (request.prompt_tokens / view.kv_tokens if view.kv_tokens else 0.0)
     return (
@@ -37,7 +37,9 @@ def _adapter_score(request: Request, view: View) -> float:
 
 
 def blend(rng: Random) -> Placement:
-    """Highest weighted sum of queue, KV cache, load and adapter scores; ties are drawn at random."""
+    """Returns a placement by the highest weighted sum of queue, KV cache, load and adapter scores. Ties are drawn at
+    random.
+    """
     weigh_queue, weigh_kv, weigh_load, weigh_lora = BLEND_WEIGHTS.values()
 
     def pick(request: Request, views: Sequence[View]) -> Placed:

@@ -13,7 +13,7 @@ from llmproxy.lab.baselines.policy import Baseline, baselines
 
 
 def split_policy(text: str) -> tuple[str, list[tuple[str, str]]]:
-    """Returns the name and the parameters of a policy like `blend(look_ahead=0,fairness=fcfs)`. Raises ValueError."""
+    """Splits a policy like `blend(look_ahead=0,fairness=fcfs)` into its name and parameters. Raises ValueError."""
     name, bracket, rest = text.partition("(")
     if not bracket:
         return name, []
@@ -24,11 +24,10 @@ def split_policy(text: str) -> tuple[str, list[tuple[str, str]]]:
 
 
 def baseline_named(text: str) -> Baseline:
-    """Returns the baseline of a name like `epp_sticky` or `epp_sticky(match=0.5,penalty_s=2)`.
+    """Returns the baseline for a text like `epp_sticky` or `epp_sticky(match=0.5,penalty_s=2)`.
 
-    The name of the result has one spelling: parameters in their documented order, without documented defaults.
-
-    Raises ValueError with the reason and the nearest known name.
+    The baseline's name has its parameters in their documented order, without defaults. Raises ValueError with the
+    reason and the nearest known name.
     """
     name, pairs = split_policy(text)
     factory, given = baselines.get(name), _numbers(text, pairs)

@@ -16,7 +16,7 @@ def candidates(request: Request, views: Sequence[View], excluded: frozenset[str]
     """Returns the healthy backends that serve the model with a long enough context, whether or not they have free
     slots.
 
-    If no context is long enough, all healthy backends are returned: a router without a queue leaves the refusal to the
+    If no context is long enough, returns all healthy backends: a router without a queue leaves the refusal to the
     engine.
     """
     up = [view for view in views if view.available]
@@ -30,9 +30,9 @@ def candidates(request: Request, views: Sequence[View], excluded: frozenset[str]
 
 
 def prompt_blocks(request: Request, around: Surroundings) -> dict[Block, int]:
-    """Returns the tokens of each block of the prompt, in order. The last block may be partial.
+    """Maps the blocks of the prompt, in order, to their numbers of tokens. The last block may be partial.
 
-    Blocks without an id in the trace get new ids. Such blocks match nothing, but take space in an index.
+    Blocks without an id in the trace get new ids: they match nothing, but take space in an index.
     """
     prompt, size = around.prompts[request.id], around.block_tokens
     count = -(-prompt.tokens // size)
@@ -52,7 +52,7 @@ def highest(scores: Sequence[float], rng: Random) -> int:
 
 
 def best(views: Sequence[View], scores: Sequence[float], terms: Mapping[str, Sequence[float]], rng: Random) -> Placed:
-    """Returns the view with the highest score; ties are drawn at random. `scores` and each of `terms` have the order of
+    """Returns the view with the highest score; ties are drawn at random. `scores` and `terms` have the order of
     `views`.
     """
     at = highest(scores, rng)
@@ -69,14 +69,12 @@ class ImmediatePlacement(Placement):
         return self.choose(request, found) if isinstance(found, list) else found
 
     def choose(self, request: Request, views: Sequence[View]) -> Placed:
-        """Returns the chosen backend. `views` must not be empty."""
+        """Chooses a backend among `views`, which must not be empty."""
         raise NotImplementedError
 
 
 class Ledger:
-    """The amount (requests or tokens) in flight on each backend. Both dictionaries contain only leases that have not
-    ended.
-    """
+    """The amount (requests or tokens) in flight on each backend."""
 
     def __init__(self) -> None:
         self._held: dict[int, tuple[str, int]] = {}
@@ -87,7 +85,7 @@ class Ledger:
         self._sums[backend] = self._sums.get(backend, 0) + amount
 
     def take_back(self, lease: int) -> None:
-        """Subtract the amount of `lease`; a second call changes nothing."""
+        """Subtracts the amount of `lease`. A second call changes nothing."""
         backend, amount = self._held.pop(lease, ("", 0))
         left = self._sums.get(backend, 0) - amount
         if left:
@@ -103,7 +101,7 @@ class Ledger:
 
 
 class Counting(ImmediatePlacement):
-    """Counts the requests in flight that this router sent, whatever their sizes."""
+    """Counts the requests in flight that this router sent."""
 
     def __init__(self) -> None:
         self.in_flight = Ledger()

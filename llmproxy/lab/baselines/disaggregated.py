@@ -1,9 +1,8 @@
 """Routers for disaggregated prefill and decode.
 
-Each router chooses both replicas when a request comes. There are two simplifications. If the decode replica is gone
-when the prompt is computed, the router chooses another replica. Without a prefill replica, the decode replica computes
-the prompt. The real routers answer with an error, or as configured. In a fleet without roles, only the decode policy
-chooses.
+Each router chooses both replicas when a request comes. There are two simplifications, where the real routers answer
+with an error, or as configured: if the decode replica is gone when the prompt is computed, another is chosen; without a
+prefill replica, the decode replica computes the prompt. In a fleet without roles, only the decode policy chooses.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ Splits = Callable[[int, int], bool]
 
 @dataclass(slots=True)
 class KnownCaches:
-    """The router's assumption about the caches of the replicas."""
+    """The router's view of the replicas' caches, which may be wrong."""
 
     around: Surroundings
     caches: KvEventCaches | PredictedCaches
@@ -46,7 +45,7 @@ class KnownCaches:
 
 
 class SplitRouter(StagedPlacement):
-    """Chooses a decode replica first, and then perhaps a prefill replica. Each choice has its own policy."""
+    """Chooses a decode replica, and then perhaps a prefill replica, by separate policies."""
 
     def __init__(self, prefill: Placement, decode: Placement, known: KnownCaches, splits: Splits) -> None:
         super().__init__(decode, settings_of(Config()).disaggregation)
@@ -112,9 +111,7 @@ def vllm_router_pd() -> Baseline:
 
 @baselines.register("llmd_pd")
 def llmd_pd(*, uncached: float = 512.0) -> Baseline:
-    """llm-d's rule: a request is split if at least `uncached` tokens of its prompt are not cached at the decode
-    replica.
-    """
+    """Returns llm-d's rule: split a request if the decode replica lacks at least `uncached` tokens of its prompt."""
 
     def make(around: Surroundings) -> Placement:
         known = KnownCaches(around, PredictedCaches(around))
@@ -129,8 +126,8 @@ def llmd_pd(*, uncached: float = 512.0) -> Baseline:
 
 @baselines.register("dynamo_pd")
 def dynamo_pd(*, uncached: float = 2_048.0, share: float = 0.7) -> Baseline:
-    """Dynamo's rule: a request is split if at least `uncached` tokens, or the part `share` of its prompt, are not
-    cached at the decode replica.
+    """Returns Dynamo's rule: split a request if the decode replica lacks at least `uncached` tokens, or the part
+    `share`, of its prompt.
     """
 
     def make(around: Surroundings) -> Placement:

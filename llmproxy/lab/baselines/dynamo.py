@@ -1,4 +1,4 @@
-"""The KV router of NVIDIA Dynamo: the lowest cost in blocks of prefill and decode work."""
+"""The KV router of NVIDIA Dynamo: takes the backend with the lowest cost, in blocks of prefill and decode work."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Active:
         self._sums: dict[str, int] = {}
 
     def with_prompt(self, blocks: dict[Block, int], views: Sequence[View]) -> list[int]:
-        """Returns, for each of `views`, the engine blocks that would be in use with the prompt of `blocks`."""
+        """Returns, for each of `views`, the engine blocks in use if the prompt of `blocks` were added."""
         own = sum(map(_blocks_of, blocks.values()))
         shared = self._index.matches(blocks, unbroken=True)
         found = []
@@ -66,13 +66,13 @@ class Active:
 
 
 class KvEventCaches:
-    """The caches as reported by the KV events of the engines, 10 ms late. Lost events make this state wrong."""
+    """The caches that the engines' KV events report, 10 ms late. Lost events make this state wrong."""
 
     def __init__(self, around: Surroundings) -> None:
         self._cached_tokens = around.kv_events()
 
     def tokens(self, request: Request, blocks: dict[Block, int], backends: Sequence[str]) -> list[int]:
-        """Returns the cached tokens of the prompt at each of `backends`."""
+        """Returns the cached tokens of the prompt on each of `backends`."""
         known = self._cached_tokens(request.id)
         return [known.get(backend, 0) for backend in backends]
 
@@ -84,7 +84,7 @@ class KvEventCaches:
 
 
 class PredictedCaches:
-    """The caches predicted without KV events: each backend has the blocks that were routed to it in the last 120 s."""
+    """Caches predicted without KV events: a backend has the blocks routed to it in the last 120 s."""
 
     def __init__(self, around: Surroundings) -> None:
         self._around = around
@@ -115,7 +115,7 @@ class PredictedCaches:
                 self._blocks -= 1
 
     def _prune(self) -> None:
-        """Drops the blocks that expire first, on any backend, until a fifth of the index is free."""
+        """Drops the blocks that expire first until a fifth of the index is free."""
         index = self._index
         oldest = [(until_s, name) for name in index.backends() if (until_s := index.oldest(name)) is not None]
         heapify(oldest)
@@ -131,11 +131,11 @@ class PredictedCaches:
 
 
 class KvCost(ImmediatePlacement):
-    """Takes the backend with the lowest prefill_scale * max(prefill blocks - overlap * cached blocks, 0) + decode
-    blocks.
+    """Takes the backend with the lowest cost.
 
-    Prefill blocks: this prompt, and the uncached part of prompts without a first byte. Decode blocks: this prompt and
-    all prompts in flight, without their answers. Blocks have 16 tokens. Ties are drawn at random.
+    The cost is prefill_scale * max(prefill blocks - overlap * cached blocks, 0) + decode blocks, in blocks of 16
+    tokens. Prefill blocks are this prompt and the uncached parts of prompts without a first byte. Decode blocks are
+    this prompt and all prompts in flight, without answers. Ties are drawn at random.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class KvCost(ImmediatePlacement):
 
 @baselines.register("dynamo_cost")
 def dynamo_cost(*, overlap: float = 1.0, prefill_scale: float = 1.0, events: float = 1.0) -> Baseline:
-    """`events=0` is the mode for engines that publish no KV events."""
+    """Returns Dynamo's KV router. `events=0` is its mode for engines that publish no KV events."""
     how = "KV events, 10 ms late" if events else "caches predicted for 120 s, without KV events"
     return Baseline(
         "dynamo_cost",

@@ -1,14 +1,14 @@
-"""The endpoint picker of llm-d and the Gateway API Inference Extension (EPP, v0.10), as it is deployed.
+"""The endpoint picker (EPP, v0.10) of llm-d and the Gateway API Inference Extension.
 
-`epp_blend` is EPP's default code: a weighted sum of scores, behind a saturation gate. `epp_sticky` is the "sticky until
-saturated" of EPP's newer guides, without the gate. The parameter `gate` switches the gate of either on or off. Filters,
-scorers, weights and thresholds are as documented. Differences:
+`epp_blend` is EPP's default: a weighted sum of scores, behind a saturation gate. `epp_sticky` is the "sticky until
+saturated" of EPP's newer guides, without the gate. The parameter `gate` overrides either. Filters, scorers, weights and
+thresholds are as documented. Differences:
 
 * Requests wait in this project's queue (strict bands, first come, first served), without EPP's check for expired
   requests once a second.
-* Prompts are divided into the blocks of the trace, because a trace has no text.
-* Neither default has the scorer for adapters. Each adapter has separate blocks, as in EPP.
-* Two known defects of its index are fixed, as in later versions: heads evicted before their tails, and a capacity of
+* Prompts are divided into the blocks of the trace, because a trace has no text. * Neither default has the scorer for
+adapters. Each adapter has separate blocks, as in EPP. * Two defects of EPP's index are fixed, as in later versions:
+heads evicted before their tails, and a capacity of
   16-token blocks counted in 64-token blocks.
 """
 
@@ -31,7 +31,7 @@ FRESH_S = 0.2
 TICKS_PER_S = 1_000.0
 DEPARTED_AFTER_S = 120.0
 PROMPT_TOKENS_MAX = 131_072
-"""Only this many tokens at the beginning of a prompt are looked up and recorded."""
+"""Longest beginning of a prompt, in tokens, that is looked up and recorded."""
 INDEX_TOKENS = 31_250 * 64
 """Capacity of the prefix index per backend while the size of its KV cache is unknown: blocks times tokens per block."""
 TOKEN_LOAD_FULL = 4_194_304
@@ -53,7 +53,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """The candidates that passed a profile's filters. Scores and terms are in the same order."""
+    """The candidates that passed a profile's filters, with scores and terms in the same order."""
 
     kept: Sequence[Candidate]
     scores: Sequence[float]
@@ -65,7 +65,7 @@ Profile = Callable[[Sequence[Candidate]], Scored]
 
 
 def blend(queue: float = 2.0, kv: float = 2.0, prefix: float = 3.0) -> Profile:
-    """Returns a profile: queue-scorer, kv-cache-utilization-scorer and prefix-cache-scorer, weighted.
+    """Returns a profile with queue-scorer, kv-cache-utilization-scorer and prefix-cache-scorer.
 
     The queue score is min-max normalized over the candidates, so a difference of one request weighs as much as a
     difference of fifty. Queue and KV cache usage come from the last scrape, so all requests between two scrapes see the
@@ -87,12 +87,12 @@ def blend(queue: float = 2.0, kv: float = 2.0, prefix: float = 3.0) -> Profile:
 
 
 def sticky(match: float = 0.8, penalty_s: float = 18.0, rate: float = 15_928.0) -> Profile:
-    """Returns a profile: prefix-cache-affinity-filter, then token-load-scorer.
+    """Returns a profile with prefix-cache-affinity-filter and token-load-scorer.
 
-    A backend is warm if it has at least the share `match` of the prompt's blocks. If there are warm backends, only they
-    are candidates, unless the least loaded of them would begin more than `penalty_s` later than the least loaded other
-    backend, at `rate` prompt tokens per second. With `penalty_s` 0 there is no such exception. The candidate with the
-    fewest tokens in flight, including this prompt's uncached tokens, is chosen.
+    A backend is warm if it has at least the share `match` of the prompt's blocks. The filter keeps only warm backends
+    if there are any, unless the least loaded would begin more than `penalty_s` later than the least loaded other
+    backend, at `rate` prompt tokens per second (0: no such exception). The candidate with the fewest tokens in flight,
+    including this prompt's uncached tokens, is chosen.
     """
 
     def warm_candidates(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
@@ -113,7 +113,7 @@ def sticky(match: float = 0.8, penalty_s: float = 18.0, rate: float = 15_928.0) 
 
 
 def saturation(views: Sequence[View], now: float) -> float:
-    """Returns the mean over the healthy backends of max(waiting / 5, KV cache usage / 0.8). At 1 the pool is full.
+    """Returns the mean of max(waiting / 5, KV cache usage / 0.8) over the healthy backends. At 1 the pool is full.
 
     A backend without a scrape in the last 200 ms counts 1.0, and so does an empty pool. As in EPP's default detector,
     one hot backend among idle ones is invisible, and requests since the last scrapes do not count.
@@ -131,8 +131,8 @@ def saturation(views: Sequence[View], now: float) -> float:
 class Ticks:
     """The rate of EPP's dispatch loop: one queued request per millisecond. A request that did not wait uses no tick.
 
-    A replay runs at events, not at every tick. So the ticks until the next scrape may be used in advance: before that
-    scrape, the metrics do not change.
+    A replay runs at events, not at ticks, so the ticks until the next scrape may be used in advance: the metrics do not
+    change before it.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -152,14 +152,14 @@ class Ticks:
 
 
 class LruIndex(BlockIndex):
-    """Evicts exactly the least recently used blocks, like EPP. The index of the core does so approximately."""
+    """Evicts exactly the least recently used blocks, like EPP. The core's index does so approximately."""
 
     def __init__(self) -> None:
         super().__init__()
         self._capacity: dict[str, int] = {}
 
     def match(self, blocks: Sequence[Block]) -> dict[str, int]:
-        """Returns the number of blocks that each backend has, up to the first block that no backend has.
+        """Returns the number of blocks on each backend, up to the first block that no backend has.
 
         A backend may miss some of the blocks in between.
         """
@@ -175,10 +175,10 @@ class LruIndex(BlockIndex):
 
 
 class EndpointPicker(Placement):
-    """A profile with its saturation gate, its prefix index and the work in flight.
+    """A profile with its saturation gate, prefix index and work in flight.
 
-    Work in flight is counted in uncached prompt tokens, until the first byte. Prompts (not answers) are indexed when a
-    request is sent, before it succeeds. A removed backend is forgotten within two minutes.
+    Work in flight is counted in uncached prompt tokens, until the first byte. Prompts, not answers, are indexed when a
+    request is sent. A removed backend is forgotten within two minutes.
     """
 
     def __init__(self, around: Surroundings, gate: bool, profile: Profile) -> None:
@@ -205,7 +205,7 @@ class EndpointPicker(Placement):
         return self.choose(request, found)
 
     def choose(self, request: Request, views: Sequence[View]) -> Placed:
-        """Returns the chosen backend. `views` must not be empty."""
+        """Chooses a backend among `views`, which must not be empty."""
         tokens, size = self._around.prompts[request.id].tokens, self._around.block_tokens
         blocks = self._blocks(request)
         matches = self._index.match(blocks)
@@ -236,16 +236,14 @@ class EndpointPicker(Placement):
         self.tokens_in_flight.take_back(lease)
 
     def _blocks(self, request: Request) -> list[Block]:
-        """Returns the prompt's blocks in the trace. The last block may be partial; blocks without an id match
-        nothing.
-        """
+        """Returns the prompt's blocks in the trace. The last may be partial; blocks without an id match nothing."""
         known, size = self._around.prompts[request.id], self._around.block_tokens
         count = min(-(-known.tokens // size), max(1, PROMPT_TOKENS_MAX // size))
         blocks: list[Block] = list(known.blocks[:count])
         return blocks + [(request.id, i) for i in range(len(blocks), count)]
 
     def _fit_index(self, view: View) -> None:
-        """Make the index of this backend as large as its KV cache."""
+        """Makes the index of this backend as large as its KV cache."""
         known = view.reading.kv_tokens if view.reading is not None else None
         # A size stays valid when later readings fail.
         kv_tokens = known or self._kv_tokens.get(view.backend, INDEX_TOKENS)

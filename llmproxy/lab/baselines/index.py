@@ -1,4 +1,4 @@
-"""An approximate prefix index of a router: the blocks that each backend was recently sent."""
+"""An approximate prefix index: the blocks recently sent to each backend."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ Block = int | tuple[str, int]
 
 
 class BlockIndex:
-    """A list of blocks per backend in the order of last use, and a bit mask of the backends that have each block.
+    """The blocks of each backend in the order of last use. Each block has a bit mask of its backends.
 
-    Each entry of a list has a number, whose meaning the caller chooses (a size, a time). Only the caller drops blocks.
+    Each block also has a number that the caller chooses, such as a size or a time. Only the caller drops blocks.
     """
 
     def __init__(self) -> None:
@@ -22,8 +22,7 @@ class BlockIndex:
         self._holders: dict[Block, int] = {}
 
     def matches(self, blocks: Iterable[Block], *, unbroken: bool) -> dict[str, int]:
-        """Returns how many of a prompt's `blocks` each backend has. Blocks after the first block that no backend has
-        are ignored.
+        """Maps backends to how many of a prompt's `blocks` they have, before the first block that no backend has.
 
         With `unbroken`, the count of a backend ends at its first missing block. Backends without a block are left out.
         """
@@ -56,9 +55,9 @@ class BlockIndex:
             yield holders, length
 
     def insert(self, backend: str, blocks: dict[Block, int] | dict[Block, float]) -> float:
-        """Record that `backend` has the `blocks` of one prompt. Returns the sum of the numbers of the new blocks.
+        """Records that `backend` has the `blocks` of a prompt. Returns the sum of the numbers of the new blocks.
 
-        The tail is inserted first, so it is older than the head and dropped first: a tail is useless without its head.
+        The tail is inserted first, so that it is dropped first: a tail is useless without its head.
         """
         if backend not in self._bits:
             self._bits[backend] = 1 << len(self._names)
@@ -87,13 +86,13 @@ class BlockIndex:
         return held[next(iter(held))] if held else None
 
     def drop_oldest(self, backend: str) -> float:
-        """Drop the least recently used block of `backend`. Returns its number. Raises KeyError without blocks."""
+        """Drops the least recently used block of `backend`. Returns its number. Raises KeyError without blocks."""
         block, value = self._lists[backend].popitem(last=False)
         self._release(block, backend)
         return value
 
     def remove(self, backend: str, block: Block) -> None:
-        """Drop one block. Raises KeyError if `backend` does not have it."""
+        """Drops one block. Raises KeyError if `backend` does not have it."""
         del self._lists[backend][block]
         self._release(block, backend)
 

@@ -12,7 +12,7 @@ from llmproxy.lab.baselines.policy import Baseline, baselines
 
 
 class AtRandom(ImmediatePlacement):
-    """Any healthy backend."""
+    """Takes a random healthy backend."""
 
     def __init__(self, rng: Random) -> None:
         self._rng = rng
@@ -22,9 +22,7 @@ class AtRandom(ImmediatePlacement):
 
 
 class RoundRobinRouter(ImmediatePlacement):
-    """Takes the healthy backends one after the other, in the order of their names, like the router of
-    production-stack.
-    """
+    """Takes the healthy backends in turn, in the order of their names, like production-stack's router."""
 
     def __init__(self) -> None:
         self._asked = 0

@@ -15,14 +15,14 @@ class KnownPrompt:
     """The properties of a prompt that a proxy can read from its text."""
 
     tokens: int
-    # Ids as in `Arrival.blocks`, without the answer. Each adapter has ids of its own.
+    # Ids as in `Arrival.blocks`, without the answer. Each adapter has separate ids.
     blocks: tuple[int, ...]
     session: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """Inputs of a baseline besides the views."""
+    """The inputs of a baseline besides the views."""
 
     rng: Random
     clock: Callable[[], float]

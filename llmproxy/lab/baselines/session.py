@@ -17,11 +17,9 @@ WINDOW_S = 60.0
 
 
 class Ring:
-    """A consistent hash ring (Karger et al., 1997) with `POINTS` points per backend, as in the library of
-    production-stack.
+    """A consistent hash ring (Karger et al., 1997) with `POINTS` points per backend, as in production-stack.
 
-    The ring has all backends, and `find` skips unavailable ones. The result is the same as with a ring of the available
-    backends.
+    `find` skips unavailable backends, which gives the same result as a ring of the available backends.
     """
 
     def __init__(self) -> None:
@@ -45,7 +43,7 @@ def _point(text: str) -> int:
 
 
 class SentRates:
-    """The requests that each backend was sent in the last `WINDOW_S`."""
+    """The requests sent to each backend in the last `WINDOW_S`."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -71,7 +69,7 @@ class SentRates:
 class Session(ImmediatePlacement):
     """Takes the owner of the session's key on a hash ring; without a session, the backend with the lowest request rate.
 
-    The rate counts all requests that this router sent, running or ended. Of equal backends, the first is chosen.
+    The rate counts all requests that this router sent. Of equal backends, the first is chosen.
     """
 
     def __init__(self, around: Surroundings) -> None:

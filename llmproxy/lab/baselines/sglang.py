@@ -17,13 +17,14 @@ EVICT_EVERY_S = 60.0
 
 
 class CacheAware(Counting):
-    """While loads are unequal, fewest requests in flight win; else the longest cached prefix, else the smallest tree.
+    """Takes the backend with the fewest requests in flight if loads are unequal. Otherwise takes the backend with the
+    longest cached prefix, or without one, the backend with the smallest tree.
 
-    Loads are unequal if the most requests in flight exceed the fewest by more than `abs_load` and by more than the
-    factor `rel_load`. A prefix counts if it is more than the part `match` of the prompt. The router's tree has text,
-    and this one the blocks of the trace, so a common prefix counts in whole blocks only. As in the router, the tree is
-    written when a request is routed, cut to its limit per backend every `EVICT_EVERY_S`, and kept when a backend
-    restarts.
+    Loads are unequal if the largest number in flight exceeds the smallest by more than `abs_load` and by more than the
+    factor `rel_load`. A prefix counts if it is more than the part `match` of the prompt. The real router's tree has
+    text; this one has the blocks of the trace, so a prefix counts in whole blocks. As in the router, a request is added
+    to the tree when it is routed. The tree is cut to its limit per backend every `EVICT_EVERY_S`, and kept when a
+    backend restarts.
     """
 
     def __init__(self, around: Surroundings, match: float, abs_load: float, rel_load: float) -> None:
@@ -50,7 +51,7 @@ class CacheAware(Counting):
         return Placed(holder, ratio, (("match", ratio),), len(views))
 
     def _holder(self, request: Request) -> tuple[str, float]:
-        """Returns the backend with the longest prefix of the prompt, and the prefix as a share of the prompt, 0..1."""
+        """Returns the backend with the longest prefix of the prompt, and that prefix as a share of the prompt, 0..1."""
         blocks = prompt_blocks(request, self._around)
         depths = self._tree.matches(blocks, unbroken=True)
         if not depths:

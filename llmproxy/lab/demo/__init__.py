@@ -1,7 +1,7 @@
 """The demo: simulated replicas behind a proxy, traffic with overload and failures, and the picture of `llmproxy top`.
 
-The demo starts each process as `llmproxy.cli.child`, which ends at the end of its standard input. Only the demo has the
-other end of that pipe, so each process ends with the demo.
+Each process is an `llmproxy.cli.child`, which ends when its standard input ends. Only the demo has the other end of
+that pipe, so each process ends with the demo.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ QUEUE_REQUESTS_MAX = 48
 CRITICAL_TTFT_S = 0.5
 """The TTFT objective of critical requests."""
 INTERVAL_S = 1.0
-"""How often the proxy's state is read."""
+"""Interval between two reads of the proxy's state."""
 
 GUIDE = """llmproxy at {base}, before {count} simulated vLLM replicas (no GPU).
 
@@ -57,7 +57,7 @@ KEYS = "Keys: {keys},\nblank: the demo plays all scenes again.\n"
 
 
 def run_demo(port: int, replicas: int) -> int:
-    """Run the demo until Ctrl-C or SIGTERM. Port 0 takes a free port.
+    """Runs the demo until Ctrl-C or SIGTERM. Port 0 takes a free port.
 
     Returns the exit code: 0 after a signal, 1 after an error, which is printed.
     """
@@ -157,7 +157,7 @@ async def _start(processes: Processes, replica: DemoReplica) -> None:
 
 
 async def _serving(session: aiohttp.ClientSession) -> None:
-    """Wait until the proxy is ready and lists all models and adapters. Raises DemoError after START_TIMEOUT_S."""
+    """Waits until the proxy is ready and lists all models and adapters. Raises DemoError after START_TIMEOUT_S."""
     wanted = {MODEL, *ADAPTERS}
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
@@ -191,7 +191,7 @@ async def _play(
 
 
 async def _follow(asker: Asker, clients: DemoClients, display: Display) -> None:
-    """Update the display from the proxy's state and the clients' results, until cancelled."""
+    """Updates the display from the proxy's state and the clients' results, until cancelled."""
     while True:
         try:
             display.show(read(await asker.get(LIVE), Document), clients.bands)

@@ -1,6 +1,6 @@
-"""Buttons for the scenes on the page of the demo's proxy. The proxy prints the pressed key, and the demo reads it.
+"""Buttons for the scenes on the page of the demo's proxy. The proxy prints the key of a pressed button, for the demo.
 
-Only `llmproxy.cli.demo_child` adds these buttons, so no other proxy has scenes.
+Only `llmproxy.cli.demo_child` adds these buttons.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _log = structlog.get_logger()
 
 
 def add(keys: str) -> None:
-    """Add a button for each of these keys to the page of this process."""
+    """Adds a button for each key to the page of this process."""
     scenes = [scene for scene in SCENES if scene.key in keys]
     paths = {scene.key: scene.path for scene in scenes} | {LEAD: "/admin/scenes/lead"}
     shown = [_button(scene.path, scene.name, scene.seconds, _message(scene)) for scene in scenes]

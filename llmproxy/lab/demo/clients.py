@@ -53,7 +53,7 @@ Outcomes = Counter[str]
 
 
 class DemoClients:
-    """Clients that send one request each. `sources` generate the requests, and may change at any time."""
+    """Clients that send one request each. `sources` defines their arrivals, and may change at any time."""
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self._session = session
@@ -63,7 +63,7 @@ class DemoClients:
         self.bands = {band: Outcomes() for band in BANDS}
 
     async def come_and_go(self, group: asyncio.TaskGroup) -> None:
-        """Send requests in tasks of `group`, until cancelled."""
+        """Sends requests in tasks of `group`, until cancelled."""
         while True:
             # Poisson processes add up: draw the next arrival of all sources, then its source.
             sources = list(self.sources)

@@ -20,7 +20,7 @@ from llmproxy.tools.top.picture import Column, Section, picture
 from llmproxy.tools.top.view import View
 
 PLAIN_INTERVAL_S = 10.0
-"""How often the picture is printed if it cannot be redrawn in place."""
+"""Interval between two pictures if the picture cannot be redrawn in place."""
 STYLES = dict.fromkeys(OUTCOMES, "") | {"refused": "yellow", "broken": "red", "lost": "red"}
 HEIGHT_MIN = 24
 """The minimum height of the picture, if the terminal has so many lines."""
@@ -29,7 +29,7 @@ ABOVE = 18
 
 
 class Display:
-    """Output to a terminal. A pipe or TERM=dumb gets plain lines without control sequences."""
+    """The output to a terminal. A pipe or TERM=dumb gets plain lines without control sequences."""
 
     def __init__(self) -> None:
         self._drawn = can_draw()
@@ -43,7 +43,7 @@ class Display:
 
     @contextmanager
     def drawn(self) -> Iterator[None]:
-        """Within the block, redraws the picture in place if the output is a terminal."""
+        """Redraws the picture in place during the block, if the output is a terminal."""
         if not self._drawn:
             yield
             return
@@ -52,20 +52,20 @@ class Display:
             yield
 
     def say(self, text: str) -> None:
-        """Print lines that stay on the screen."""
+        """Prints lines that stay on the screen."""
         try:
             print(text, flush=True)
         except BrokenPipeError:
             _end_demo()
 
     def show_message(self, text: str) -> None:
-        """Show a line about the current scene or error, until the next call."""
+        """Shows a line about the current scene or error, until the next call."""
         self._message = f"{time.strftime('%H:%M:%S')}  {text}"
         if not self._drawn:
             self.say(self._message)
 
     def show(self, document: Document, bands: Mapping[str, Outcomes]) -> None:
-        """Draw the state of the proxy and the clients' results by band."""
+        """Draws the proxy's state and the clients' results, keyed by band."""
         if self._live is not None:
             width, height = self._console.size
             drawn = demo_picture(document, bands, width, max(min(height, HEIGHT_MIN), height - ABOVE), self._message)
@@ -93,6 +93,6 @@ def demo_picture(
 
 
 def _end_demo() -> None:
-    """Ends the demo, because its output is closed, in the same way as a signal. Further output is discarded."""
+    """Ends the demo like a signal, because its output is closed. Discards further output."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     signal.raise_signal(signal.SIGTERM)

@@ -26,7 +26,7 @@ class DemoError(Exception):
 def reserved_port(port: int) -> Iterator[int]:
     """Reserves a port for a process of the demo; 0: a free port. Raises DemoError.
 
-    Without the reservation, an outgoing connection could take the port of a replica that is down.
+    Otherwise an outgoing connection could take the port of a replica that is down.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -90,7 +90,7 @@ class Processes:
         await self._end(replicas)
 
     async def start(self, name: str, *arguments: str, module: str = "llmproxy.cli.child") -> None:
-        """Start `python -m MODULE ARGUMENTS` under a name. A killed process can be started again."""
+        """Starts `python -m MODULE ARGUMENTS` under a name. A killed process can be started again."""
         # LLMPROXY_ variables of the user's shell are for their own proxy.
         environment = {key: value for key, value in os.environ.items() if not key.startswith("LLMPROXY_")}
         process = await asyncio.create_subprocess_exec(

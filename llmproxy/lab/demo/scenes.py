@@ -1,6 +1,4 @@
-"""The scenes of the demo. The user starts a scene with a key. Without a key, the demo plays all scenes one after the
-other.
-"""
+"""The scenes of the demo. A key starts a scene. Until the user presses a key, the demo plays all scenes in turn."""
 
 from __future__ import annotations
 
@@ -18,15 +16,15 @@ QUIET_S = 6.0
 SLOWER = 8.0
 NEW_ADAPTER = f"{MODEL}-legal"
 LAST_ONES_S = 5.0
-"""Time from the last request for the new adapter to its unloading, so that no waiting request is left behind."""
+"""Pause between the last request for the new adapter and its unloading, so that no request still waits for it."""
 ADMIN_KEY = "demo-admin"
 LEAD = " "
-"""The key after which the demo plays the scenes by itself again."""
+"""The key that resumes automatic play."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """A change of traffic or a fault, for some seconds."""
+    """A change of traffic or a fault, which lasts some seconds."""
 
     key: str
     name: str
@@ -38,7 +36,7 @@ class Scene:
 
     @property
     def path(self) -> str:
-        """The path of the scene's button at the proxy. A POST to `PATH/began` logs the start of the scene."""
+        """The path of the scene's button. A POST to `PATH/began` logs the start of the scene."""
         return f"/admin/scenes/{self.name.replace(' ', '-')}"
 
 
@@ -64,15 +62,13 @@ SCENES = (FLOOD, BURST, NOISY, SLOW, KILL, ADAPTER)
 
 
 def playable_scenes(single_replica: bool) -> tuple[Scene, ...]:
-    """Returns the scenes that can be played. A single replica is never killed, because no other could take its
-    requests.
-    """
+    """Returns the scenes that can be played. A single replica is never killed, because no other could serve."""
     return tuple(scene for scene in SCENES if not (single_replica and scene is KILL))
 
 
 @dataclass(slots=True)
 class Stage:
-    """Plays scenes. Each scene runs at most once at a time."""
+    """Plays scenes. A running scene is not started again."""
 
     session: aiohttp.ClientSession
     processes: Processes
@@ -104,14 +100,14 @@ class Stage:
                 self.begin(scene)
 
     def begin(self, scene: Scene) -> asyncio.Task[None]:
-        """Play a scene, unless it is already running. Returns its task."""
+        """Plays a scene, unless it is running. Returns its task."""
         task = self._playing.get(scene.name)
         if task is None or task.done():
             task = self._playing[scene.name] = asyncio.create_task(self._play(scene))
         return task
 
     async def lead(self) -> None:
-        """Plays all scenes one after the other, except while the user plays scenes. Runs until cancelled."""
+        """Plays all scenes in turn, except while the user plays scenes, until cancelled."""
         self._automatic.set()
         try:
             for scene in cycle(self.scenes):

@@ -1,1 +1,1 @@
-"""The simulated fleet of a run: its servers in virtual time, their faults, and how a fleet is described."""
+"""The simulated fleet of a run: its servers in virtual time, their faults, and the format that describes a fleet."""

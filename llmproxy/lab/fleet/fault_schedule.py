@@ -21,8 +21,7 @@ FIELDS = {
 def schedule(faults: Iterable[Fault], replicas: Mapping[str, SimulatedServer], start_s: float) -> None:
     """Schedules the begin and end of each fault. The trace begins at the loop's time `start_s`.
 
-    If a fault ends and another begins at the same time, the end comes first. Otherwise the order is the order of
-    `faults`.
+    At equal times, ends come before begins, and then the order of `faults` counts.
     """
     loop = asyncio.get_running_loop()
     moments: list[tuple[float, bool, Fault, SimulatedServer]] = []
@@ -39,7 +38,7 @@ def schedule(faults: Iterable[Fault], replicas: Mapping[str, SimulatedServer], s
 
 
 def _walk(moments: deque[tuple[float, bool, Fault, SimulatedServer]], loop: asyncio.AbstractEventLoop) -> None:
-    """Begins and ends the faults that are due, and sets one timer for the next time.
+    """Begins and ends the due faults, and sets a timer for the next time.
 
     Separate timers for the same time would run in any order.
     """

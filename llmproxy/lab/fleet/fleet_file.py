@@ -79,9 +79,7 @@ def fleet_named(text: str) -> SimulatedFleet:
     """Returns the fleet of `text`: COUNTxPROFILE or COUNTxPROFILE:ROLE, joined by `+`, or the path of a YAML file.
 
     A path ends in .yaml or .yml, or exists. Replicas are named gpu-0, gpu-1 and so on, with leading zeros where needed,
-    so that sorted names keep the order.
-
-    Raises FleetError with all errors.
+    so that sorted names keep the order. Raises FleetError with all errors.
     """
     # Unlike `Path.is_file`, it returns False for text that is no valid file name.
     if text.endswith((".yaml", ".yml")) or os.path.isfile(text):  # noqa: PTH113
@@ -132,7 +130,7 @@ def _numbered(stem: str, count: int) -> list[str]:
 
 
 def room_tokens(kv_tokens: int, block_size: int) -> int:
-    """Returns the longest sequence that fits into a KV cache. vLLM reserves one block for itself."""
+    """Returns the longest sequence that fits into a KV cache, in tokens. vLLM reserves one block for itself."""
     return (kv_tokens // block_size - 1) * block_size
 
 
@@ -360,7 +358,7 @@ def _specs(entries: Sequence[_ReplicaEntry], total: int, findings: list[Finding]
 
 
 def _faults_out_of_place(entries: Sequence[_FaultEntry], specs: dict[str, ReplicaSpec]) -> Iterator[Finding]:
-    """Yields the faults of replicas that are unknown, not started or dead, and overlapping faults of one kind."""
+    """Yields errors: faults of replicas that are unknown, not started or dead, and overlapping faults of one kind."""
     dead: dict[str, tuple[float, float]] = {}
     ends: dict[tuple[str, FleetFaultKind], float] = {}
     for i, entry in sorted(enumerate(entries), key=lambda numbered: numbered[1].at_s):

@@ -18,7 +18,7 @@ class Broken(Exception):  # noqa: N818 - an event of the simulation, not an erro
 
 
 class TransferFailed(Exception):  # noqa: N818
-    """The KV cache of a request could not be read from another server: an error before the first token."""
+    """A request's KV cache could not be read from another server: an error before the first token."""
 
 
 class Refusing(Exception):  # noqa: N818
@@ -35,7 +35,7 @@ class TooLong(Exception):  # noqa: N818
 
 @dataclass(slots=True, eq=False)
 class ServerJob:
-    """A request at a replica. Times are the loop's."""
+    """A request at a replica. Times are the event loop's."""
 
     request: EngineRequest
     # Called at the first token.
@@ -46,13 +46,13 @@ class ServerJob:
     hit_tokens: int | None = None
     # None before the first token.
     first_s: float | None = None
-    # The fault `reset` will cut the answer in mid-stream.
+    # Whether the fault `reset` will cut the answer in mid-stream.
     cut_short: bool = False
     # Tokens of the answer that the proxy has counted, and the time of the last increase.
     heard_tokens: int = 0
     heard_s: float = 0.0
 
     def break_off(self, by_timeout: bool = False) -> None:
-        """Breaks the connection of the request. No effect after the end of the answer."""
+        """Breaks the connection of the request. Does nothing after the end of the answer."""
         if not self.ended.done():
             self.ended.set_exception(Broken(by_timeout))

@@ -1,4 +1,4 @@
-"""KV transfers between simulated servers in virtual time: the leases of pinned blocks, and the duration of reads.
+"""KV transfers between simulated servers in virtual time: leases of pinned blocks, and durations of reads.
 
 The decode server reads the blocks of the prefill server, by the rules of `simulator.server.nixl` but without HTTP.
 """
@@ -15,7 +15,7 @@ from llmproxy.lab.simulator.engine.kv_transfer import KvTransfer
 
 @dataclass(slots=True, eq=False)
 class KeptKv:
-    """The pinned blocks of a prompt that another server will read. `cached_tokens` were prefix cache hits."""
+    """The pinned blocks of a prompt that another server will read. `cached_tokens` counts its prefix cache hits."""
 
     connector: KvConnector
     engine: Engine
@@ -28,11 +28,11 @@ class KeptKv:
         return self.connector.engine is self.engine
 
     def hold(self) -> None:
-        """Keeps the blocks leased, because the reader has accepted the request and waits."""
+        """Pins the blocks until they are released, because the reader has accepted the request."""
         self.connector.hold(self)
 
     def lost(self) -> None:
-        """Marks the reader as gone, so that the lease of the blocks expires."""
+        """Starts a last lease of the blocks, because the reader is gone."""
         self.connector.lease(self, self.connector.times.extension_s)
 
     def release(self) -> bool:
@@ -55,7 +55,7 @@ class KvConnector:
         self._fetching: dict[str, KeptKv] = {}
 
     def restarted(self, engine: Engine) -> None:
-        """Starts with the engine of a new process. The pinned blocks of the previous process are gone."""
+        """Switches to the engine of a new process. The pinned blocks of the old process are gone."""
         for lease in self._leases.values():
             if lease is not None:
                 lease.cancel()
@@ -69,14 +69,14 @@ class KvConnector:
     # --- KV that others fetch -----------------------------------------------------------------------------------------
 
     def keep(self, request_id: str, cached_tokens: int) -> KeptKv:
-        """Pins the blocks of an ended request for the length of a lease."""
+        """Pins the blocks of an ended request for one lease."""
         assert self.engine is not None, "a server without an engine serves nothing"
         kept = KeptKv(self, self.engine, request_id, cached_tokens)
         self.lease(kept, self.times.lease_s)
         return kept
 
     def lease(self, kept: KeptKv, lease_s: float) -> None:
-        """Set the lease of the blocks to `lease_s` from now, if they are still pinned."""
+        """Sets the lease of the blocks to `lease_s` from now, if they are still pinned."""
         if kept.reachable and kept.request_id in kept.engine.kv.kept:
             self.hold(kept)
             self._leases[kept] = self._loop.call_later(lease_s, self.release, kept)
@@ -89,7 +89,7 @@ class KvConnector:
             self._leases[kept] = None
 
     def release(self, kept: KeptKv) -> bool:
-        """Release the blocks. Returns whether they were still pinned."""
+        """Releases the blocks. Returns whether they were still pinned."""
         if not kept.reachable:
             return False
         if (lease := self._leases.pop(kept, None)) is not None:
@@ -107,14 +107,12 @@ class KvConnector:
         kept.hold()
 
     def left(self, request_id: str) -> None:
-        """Records the end of a request. A transfer that has begun continues to its end."""
+        """Records the end of a request. A transfer that has begun still ends."""
         if (kept := self._fetching.pop(request_id, None)) is not None:
             kept.release()
 
     def fetch(self, request_id: str, tokens: int, ended: Callable[[bool], None]) -> None:
-        """Reads the KV blocks of a request. `ended` is called with whether that succeeded, unless this server dies
-        earlier.
-        """
+        """Reads a request's KV blocks. Calls `ended` with True on success, unless this server dies earlier."""
         kept, engine = self._fetching.pop(request_id), self.engine
         known = id(kept.engine) in self._known
         if kept.reachable:

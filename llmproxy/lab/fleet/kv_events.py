@@ -1,4 +1,4 @@
-"""The caches as the KV events of the engines show them to a subscriber: 10 ms late, and wrong if events were lost."""
+"""The caches as a subscriber to the engines' KV events sees them: 10 ms late, and wrong after lost events."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from llmproxy.lab.fleet.world import World
 from llmproxy.lab.simulator.engine.kv_cache import Changes
 
 DELAY_S = 0.010
-"""The time from the end of a step until a subscriber has applied its batch of events."""
+"""Delay between the end of a step and the moment when a subscriber has applied its events."""
 
 
 class KvEvents:
-    """The subscriptions of a proxy to all replicas, and its index of the cached blocks.
+    """A proxy's subscriptions to all replicas, and its index of the cached blocks.
 
-    vLLM publishes one batch per step. A lost batch is not repeated: the index lacks the blocks that were stored in the
-    step and keeps the blocks that were removed, until a later batch corrects this or the process of the replica ends.
+    vLLM publishes one batch of events per step, and does not repeat a lost batch: the index then lacks the blocks
+    stored in that step, and keeps the removed blocks, until a later batch corrects this or the replica's process ends.
     """
 
     def __init__(self, world: World, clock: Callable[[], float]) -> None:
@@ -30,7 +30,7 @@ class KvEvents:
             world.replicas[name].subscribe(line)
 
     def cached_tokens(self, request_id: str) -> dict[str, int]:
-        """Returns replica -> cached prompt tokens of a live request, without the replicas that have none."""
+        """Maps replicas to cached prompt tokens of a live request, without replicas that have none."""
         # `booked` needs the same answer as `place`, and the lookup at every replica is slow.
         key = request_id, self._clock()
         if key != self._found_for:
@@ -51,7 +51,7 @@ class KvEvents:
 
 
 class _Subscription:
-    """The subscription to one replica: event batches in transit, and the blocks of its cache as far as known."""
+    """The subscription to one replica: event batches in transit, and the known blocks of its cache."""
 
     def __init__(self) -> None:
         self.held: set[int] = set()
@@ -65,7 +65,7 @@ class _Subscription:
         self.held.clear()
 
     def apply(self, until_s: float) -> None:
-        """Apply every batch that was published at `until_s` or before."""
+        """Applies every batch that was published at `until_s` or before."""
         while self._coming and self._coming[0][0] <= until_s:
             _, changes = self._coming.popleft()
             self.held |= changes.stored

@@ -12,14 +12,13 @@ from llmproxy.lab.scaling.hpa import Hpa
 from llmproxy.lab.scaling.signals import SIGNALS, Look
 
 ZERO_ASK_S = 5.0
-"""How often the autoscaler looks at a fleet without replicas: `pollingInterval` in the exported KEDA manifests."""
+"""Interval of the autoscaler for a fleet without replicas: `pollingInterval` in the exported KEDA manifests."""
 
 
 class ScaledFleet:
     """Starts and ends `servers` as the autoscaler decides.
 
-    The cost of a replica counts from the decision to start it until its end. A leaving replica accepts no new requests
-    and completes its running requests.
+    A replica costs from the decision to start it until its end. A leaving replica completes its running requests.
     """
 
     def __init__(self, autoscale: Autoscale, servers: Mapping[str, SimulatedServer]) -> None:
@@ -46,7 +45,7 @@ class ScaledFleet:
 
     @property
     def ask_s(self) -> float:
-        """Seconds until the autoscaler reads its signal again."""
+        """The seconds until the autoscaler reads its signal again."""
         return self.autoscale.ask_s if self.asked else min(ZERO_ASK_S, self.autoscale.ask_s)
 
     def begin(self) -> None:
@@ -55,7 +54,7 @@ class ScaledFleet:
             self._servers[name].start()
 
     def look(self, look: Look, loop: asyncio.AbstractEventLoop) -> None:
-        """Follows the autoscaler's signal: starts or removes replicas."""
+        """Starts or removes replicas as the autoscaler's signal says."""
         self._count(look.now)
         wanted = self._hpa.follow(self._value(look), self.signal.target, look.now)
         have = len(self._serving) + len(self._starting)
@@ -90,7 +89,7 @@ class ScaledFleet:
         self._servers[name].start()
 
     def _remove(self) -> None:
-        """Remove a starting replica, or else the newest."""
+        """Removes a starting replica, or else the newest."""
         if self._starting:
             name, timer = self._starting.popitem()
             timer.cancel()

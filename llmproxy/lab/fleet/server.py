@@ -27,17 +27,17 @@ class Subscriber(Protocol):
     """A subscriber to the KV events of a replica."""
 
     def published(self, at_s: float, changes: Changes) -> None:
-        """A step that ended at `at_s` changed the cached blocks. Called in the order of the steps."""
+        """Handles the changes of cached blocks by a step that ended at `at_s`. Called in the order of the steps."""
 
     def broken(self) -> None:
-        """The process is gone, with its caches and its unsent events."""
+        """Handles the end of the process, with its caches and its unsent events."""
 
 
 @dataclass(slots=True)
 class _Stretch:
-    """A run of `steps` decode steps without other work, from `start_s` on.
+    """A run of `steps` decode steps without other work, which began at `start_s`.
 
-    Each step takes `factor` times its noise-free time. Steps that have ended by `settled_s` are already removed.
+    Each step takes `factor` times its noise-free time. Steps that ended by `settled_s` are already removed.
     """
 
     start_s: float
@@ -62,7 +62,7 @@ class _FaultsInForce:
 class SimulatedServer:
     """A simulated server that accepts requests and scrapes, with its faults.
 
-    The engine is advanced lazily: a run of pure decode steps needs one timer. A request or scrape in the middle first
+    The engine is advanced lazily: a run of pure decode steps needs one timer. A request or scrape during the run first
     advances the engine to that moment.
     """
 
@@ -124,9 +124,7 @@ class SimulatedServer:
         self._leaving_for_s = None
 
     def roll(self, gone_s: float) -> None:
-        """Drains the server: it accepts no new requests, completes the others, stops, and starts again `gone_s` later
-        with cold caches.
-        """
+        """Drains the server, stops it, and starts it again `gone_s` later with cold caches."""
         self._leaving_for_s = gone_s
         self._stop_when_done()
 
@@ -136,7 +134,7 @@ class SimulatedServer:
             self.kill()
 
     def kill(self) -> None:
-        """Kill the process: its connections break, and its caches are lost."""
+        """Kills the process. Its connections break, and its caches are lost."""
         self._stop_timer()
         self._stretch = self._step = None
         self._earlier = self.counters
@@ -151,7 +149,7 @@ class SimulatedServer:
             subscriber.broken()
 
     def freeze(self, frozen: bool) -> None:
-        """Stop the engine, or continue it. The server accepts requests in both states."""
+        """Stops the engine, or continues it. The server accepts requests in both states."""
         if frozen == self.faults.frozen or not self.alive:
             return
         self.faults.frozen = frozen
@@ -166,14 +164,14 @@ class SimulatedServer:
             self._next()
 
     def slow_down(self, factor: float) -> None:
-        """From the next step on, each step takes `factor` times its normal time."""
+        """Makes each step take `factor` times its normal time, from the next step on."""
         self._before_change()
         self.faults.slow = factor
 
     # --- what clients do ----------------------------------------------------------------------------------------------
 
     def open(self, request: EngineRequest, on_first: Callable[[], None], kept: KeptKv | None = None) -> ServerJob:
-        """Send a request. A `remote` request has its blocks `kept` on another server.
+        """Sends a request. The blocks of a `remote` request are `kept` on another server.
 
         Raises Refusing if the server is not alive, Leaving if it drains, and TooLong if it answers 400.
         """
@@ -195,7 +193,7 @@ class SimulatedServer:
 
     @property
     def context_tokens(self) -> int:
-        """The most tokens of prompt and answer together that this server accepts."""
+        """The most tokens that this server accepts, of prompt and answer together."""
         return min(self.spec.max_model_len, self.engine.kv_room_tokens)
 
     def holds(self, request: EngineRequest) -> bool:
@@ -211,7 +209,7 @@ class SimulatedServer:
         return job.request.output_tokens - 1 if answered is None else answered
 
     def leave(self, job: ServerJob) -> None:
-        """The client closed the connection. No effect after the end of the job."""
+        """Closes the client's connection. Does nothing after the end of the job."""
         request_id = job.request.id
         if self._jobs.get(request_id) is not job:
             return
@@ -256,7 +254,7 @@ class SimulatedServer:
         return past[-1] if past else self._seen[0][1]
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        """Publish KV events to one more subscriber, one batch per step."""
+        """Publishes KV events to another subscriber, one batch per step."""
         self._subscribers.append(subscriber)
         self.engine.publish_kv_events()
 
@@ -272,7 +270,7 @@ class SimulatedServer:
     # --- the engine's time --------------------------------------------------------------------------------------------
 
     def catch_up(self) -> None:
-        """Advance the engine to the last step that has ended by now."""
+        """Advances the engine to the last step that has ended by now."""
         if self._stretch is not None and not self.faults.frozen:
             self._settle(self._loop.time())
 
@@ -286,7 +284,7 @@ class SimulatedServer:
         self._after_change()
 
     def _before_change(self) -> None:
-        """Brings the engine to the present, before it is changed from outside."""
+        """Advances the engine to the present, before it is changed from outside."""
         if not self.faults.frozen:
             self._interrupt()
 
@@ -295,7 +293,7 @@ class SimulatedServer:
             self._next()
 
     def _fetched(self, request_id: str, found: bool) -> None:
-        """Handles the end of a transfer: the KV cache of a request was read, or the transfer failed."""
+        """Handles the end of a transfer. `found` is False if it failed."""
         fails = not found and self._kv.times.on_failure == "fail"
         if fails and (job := self._jobs.pop(request_id, None)) is not None:
             del self._before_first_token[request_id]
@@ -351,7 +349,7 @@ class SimulatedServer:
             self._advance(stretch, done)
 
     def _advance(self, stretch: _Stretch, steps: int) -> StepResult:
-        """Does the first `steps` of a run of decode steps and removes them from the run."""
+        """Executes the first `steps` of a run of decode steps, and removes them from the run."""
         result = self.engine.advance(steps)
         for after_s, changes in result.kv_events:
             self._publish(stretch.start_s + after_s * stretch.factor, changes)
@@ -384,7 +382,7 @@ class SimulatedServer:
             self._timer = None
 
     def _deliver(self, step: StepResult) -> None:
-        """Deliver the results of a step that ended now to its requests."""
+        """Delivers the results of the step that ends now to its requests."""
         now = self._loop.time()
         for request_id, cached_tokens in step.admitted:
             job = self._jobs.get(request_id)

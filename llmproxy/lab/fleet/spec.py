@@ -72,7 +72,7 @@ class ReplicaSpec:
 
 @dataclass(frozen=True, slots=True)
 class Autoscale:
-    """The autoscaler of a fleet. The fleet's replicas are the maximum."""
+    """The autoscaler of a fleet. It never starts more than the fleet's replicas."""
 
     # A name of `lab.scaling.signals.SIGNALS`.
     policy: str
@@ -80,12 +80,12 @@ class Autoscale:
     min: int = 1
     # Time until a new replica serves.
     start_s: float = 120.0
-    # Interval of the autoscaler's looks.
+    # Interval between two decisions of the autoscaler.
     ask_s: float = 15.0
 
 
 RTT_S = 0.0005
-"""Round trip between two machines of one network."""
+"""Round-trip time between two machines in one network."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class SimulatedFleet:
     replicas: tuple[ReplicaSpec, ...]
     # In the order of their times.
     faults: tuple[Fault, ...] = ()
-    # Each proxy knows only its own requests, unless they are a `cluster`.
+    # Number of proxies. Without a `cluster`, each proxy knows only its own requests.
     proxies: int = 1
     cluster: ProxyCluster | None = None
     autoscale: Autoscale | None = None

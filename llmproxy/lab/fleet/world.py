@@ -27,11 +27,11 @@ class Blocks:
         return KnownPrompt(arrival.prompt_tokens, arrival.own_blocks()[:count], arrival.session)
 
     def cached(self, arrival: Arrival) -> tuple[int, ...]:
-        """Returns the full blocks of prompt and answer, as far as the trace has them."""
+        """Returns the full blocks of prompt and answer that the trace has."""
         return arrival.own_blocks()[: (arrival.prompt_tokens + arrival.output_tokens) // self.block_tokens]
 
     def hashes(self, arrival: Arrival) -> tuple[int, ...]:
-        """Returns one hash per full engine block of prompt and answer, as far as the trace has them."""
+        """Returns a hash for each full engine block of prompt and answer that the trace has."""
         parts = self._parts
         known_tokens = min(arrival.prompt_tokens + arrival.output_tokens, len(arrival.blocks) * self.block_tokens)
         hashes = [block * parts + i for block in arrival.own_blocks() for i in range(parts)]
@@ -40,7 +40,7 @@ class Blocks:
 
 @dataclass(slots=True)
 class World:
-    """The replicas and the live requests. Dicts of requests have request ids as keys."""
+    """The replicas and the live requests. All dicts of requests are keyed by request id."""
 
     replicas: dict[str, SimulatedServer]
     adapters: tuple[str, ...]
@@ -61,7 +61,7 @@ class World:
         return request_id
 
     def sequence(self, request_id: str, name: str, stage: Stage = Stage.WHOLE) -> EngineRequest:
-        """Returns the request of an engine for a stage of a live request, with the id `name`."""
+        """Returns the engine request for a stage of a live request, with the id `name`."""
         arrival = self.arrivals[request_id]
         return EngineRequest(
             name,
@@ -74,7 +74,7 @@ class World:
         )
 
     def sequence_of(self, request_id: str) -> EngineRequest:
-        """Returns the request of an engine for a live request."""
+        """Returns the engine request for a live request."""
         # Cached because it is needed for every replica, and again while the request waits; the hashes are many.
         if self._last_sequence is None or self._last_sequence[0] != request_id:
             self._last_sequence = request_id, self.sequence(request_id, request_id)

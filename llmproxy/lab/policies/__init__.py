@@ -1,1 +1,1 @@
-"""Placement policies of runs: this proxy's and other routers' policies, an oracle, and analytic bounds."""
+"""The policies of runs: placements of this proxy and of other routers, an oracle, and analytic bounds."""

@@ -1,4 +1,4 @@
-"""Bounds that no policy, or hardly any, can beat: computed from a trace and a fleet, without a simulation."""
+"""Bounds that hardly any policy can beat, computed from a trace and a fleet without a simulation."""
 
 from __future__ import annotations
 
@@ -30,13 +30,12 @@ BLOCKS_MAX = 1 << 21
 
 
 def vtc_bound_tokens(longest_prompt_tokens: int, fleet: SimulatedFleet) -> float:
-    """Returns the bound of the paper for VTC: the largest difference of weighted service between two backlogged
-    tenants.
+    """Returns VTC's bound on the difference of weighted service between two backlogged tenants.
 
-    The bound is 2 max(w_p L, w_q M) in "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024), with the
-    weights 1 per prompt token and 2 per output token. L is the longest prompt. M, the tokens of a batch in the paper,
-    is here the size of all KV caches, because no more tokens run at a time. Requests that wait inside engines are not
-    included, so a proxy that dispatches early can exceed the bound.
+    The bound is 2 max(w_p L, w_q M) in "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024). The
+    weights are 1 per prompt token and 2 per output token, and L is the longest prompt. M, the tokens of a batch in the
+    paper, is here the size of all KV caches, the most tokens that can run at a time. Requests that wait inside engines
+    are left out, so a proxy that dispatches early can exceed the bound.
     """
     unfinished_tokens = sum(spec.kv_tokens for spec in fleet.replicas)
     return 2 * max(PROMPT_WEIGHT * longest_prompt_tokens, OUTPUT_WEIGHT * unfinished_tokens)
@@ -45,8 +44,8 @@ def vtc_bound_tokens(longest_prompt_tokens: int, fleet: SimulatedFleet) -> float
 def static_lora(requests_by_adapter: Mapping[str, int], slots: int) -> float | None:
     """Returns the share of requests for the `slots` most popular adapters; None without requests.
 
-    If each of these adapters stays in one slot of one replica, this is the hit ratio. No static placement has more
-    hits. A placement that follows changes of popularity can have more.
+    This is the hit ratio if each of these adapters stays in one slot of one replica, the best static placement. A
+    placement that follows changes of popularity can have more hits.
     """
     total = sum(requests_by_adapter.values())
     return ratio(sum(sorted(requests_by_adapter.values(), reverse=True)[:slots]), total)
@@ -55,10 +54,10 @@ def static_lora(requests_by_adapter: Mapping[str, int], slots: int) -> float | N
 def all_bounds(
     trace: Trace, fleet: SimulatedFleet, prefill_scale: float = 1.0, warmup_s: float = 0.0
 ) -> dict[str, Bound]:
-    """Returns name -> bound, in display order. Requests before `warmup_s` are not counted. Raises TraceError.
+    """Maps names to bounds, in display order. Requests before `warmup_s` are not counted. Raises TraceError.
 
-    The trace is read twice, and only the blocks in the caches are kept. All replicas are assumed healthy all the time.
-    Every policy refuses requests that are longer than every context; they count in `goodput_max` only.
+    The trace is read twice, and only the blocks in the caches are kept. All replicas are assumed healthy. Every policy
+    refuses requests that are longer than every context; they count in `goodput_max` only.
     """
     longest = max(min(spec.max_model_len, room_tokens(spec.kv_tokens, spec.block_size)) for spec in fleet.replicas)
     cache_tokens = sum(spec.kv_tokens for spec in fleet.replicas)
@@ -121,8 +120,8 @@ def _queue_bounds(sums: _TraceSums, queue: QueueBounds, balance: float | None) -
 def _cache_bounds(sums: _TraceSums) -> dict[str, Bound]:
     """Returns the cached shares of prompt tokens if prompts are served one after the other; None without tokens.
 
-    A prompt hits up to its first missing block. The least recently used block is evicted first, and the tail of a
-    prompt before its head.
+    A hit ends at the first missing block. The least recently used block is evicted first, and the tail of a prompt
+    before its head.
 
     `hit_pooled_lru` has one cache as large as all caches together. It is usually too high, because it ignores the KV
     cache of answers and the time to compute a prompt, but a policy that orders its queue by prefix can beat it.
@@ -166,10 +165,9 @@ def _fairness_bounds(sums: _TraceSums, fleet: SimulatedFleet) -> dict[str, Bound
 
 
 def in_order(arrivals: Iterator[Arrival]) -> Iterator[tuple[float, Arrival]]:
-    """Yields all arrivals, with later requests of closed loops, and the earliest possible time of each.
+    """Yields (earliest possible time, arrival) for all arrivals, including later requests of closed loops.
 
-    A later request of a loop comes `think_s` after the earlier one, as if answers took no time. Arrivals at the same
-    time alternate between the loops.
+    A later request comes `think_s` after the earlier one, as if answers took no time. Loops alternate at equal times.
     """
     serial = count()
     coming: list[tuple[float, int, Arrival]] = []
@@ -212,7 +210,7 @@ class _PooledCache:
 
 
 class _EndlessCache:
-    """A cache that evicts nothing. It has up to `BLOCKS_MAX` blocks and drops later ones once it is `full`."""
+    """A cache without eviction. It is `full` at `BLOCKS_MAX` blocks, and then drops new ones."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
@@ -230,7 +228,7 @@ class _EndlessCache:
 
 
 def _known(blocks: tuple[int, ...], cached: Container[int]) -> int:
-    """Returns how many `blocks` are cached before the first block that is not."""
+    """Returns the number of cached `blocks` before the first uncached one."""
     return next((i for i, block in enumerate(blocks) if block not in cached), len(blocks))
 
 

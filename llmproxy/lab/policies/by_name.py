@@ -1,4 +1,4 @@
-"""Policies by name, with everything that a run needs of a policy."""
+"""Policies by name, with all inputs of a run that depend on the policy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from llmproxy.lab.fleet.world import World
 from llmproxy.lab.policies.oracle import Oracle
 
 LATE = "late_"
-"""Prefix for a placement behind the proxy's own queue, if a baseline that binds at once has the plain name."""
+"""Prefix of a placement behind the proxy's own queue, if a baseline without a queue has the same name."""
 ORACLE = "oracle"
 BLEND = "blend"
 """A placement that only the laboratory has, behind the proxy's own queue."""
@@ -62,7 +62,7 @@ def _own() -> dict[str, str]:
 
 
 def is_own(text: str) -> bool:
-    """Whether a policy, with or without parameters, uses the proxy's own queue."""
+    """Returns whether a policy, with or without parameters, uses the proxy's own queue."""
     return text.partition("(")[0] in _own()
 
 
@@ -75,9 +75,8 @@ def plan_named(text: str, config: Config) -> PolicyPlan:
     """Returns the plan of a policy like `blend` or `blend(look_ahead=0,fairness=fcfs)`.
 
     The parameters of llmproxy's policies are keys of the `scheduling` section; each baseline has its own parameters.
-    Ceilings are written like `ceilings=1/0.95/0.85`, for critical, default and sheddable.
-
-    Raises ValueError, which lists the known policies.
+    Ceilings are written like `ceilings=1/0.95/0.85`, for critical, default and sheddable. Raises ValueError, which
+    lists the known policies.
     """
     name, pairs = split_policy(text)
     given = dict(pairs)

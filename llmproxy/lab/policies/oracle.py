@@ -1,4 +1,4 @@
-"""A reference for placements: the best greedy choice with full knowledge. No real proxy can run it."""
+"""A reference for placements: the best greedy choice with full knowledge, which no real proxy has."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SAVING_TOKENS = 2_048
 
 @dataclass(slots=True)
 class _Held:
-    """The unfinished requests of one replica, with lease numbers as keys, and the prompt tokens still to compute."""
+    """The unfinished requests of one replica, keyed by lease, and the prompt tokens still to compute."""
 
     arrivals: dict[int, Arrival] = field(default_factory=dict)
     ends_s: dict[int, float] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class _Held:
 
 
 class _Offer(NamedTuple):
-    """The time that one replica would add for a request. The replica with the least `delay_s` gets the request."""
+    """The delay if one replica gets a request. The replica with the least `delay_s` gets it."""
 
     delay_s: float
     name: str
@@ -60,10 +60,9 @@ class Oracle(Placement):
 
     * the time until the request can begin (a free sequence, an adapter slot, KV cache for prompt and answer, earlier
       prompts),
-    * the prefill of the tokens that are not in the replica's cache,
-    * the answer with its true length and step times,
-    * the delay that this prefill and decode cause to every request in the batch,
-    * the prefill a second time, as a penalty: a prefix in the caches of two replicas evicts other blocks.
+    * the prefill of uncached tokens, * the answer, with its true length and step times, * the delay that this prefill
+    and decode cause to every request in the batch, * the prefill a second time, as a penalty: a prefix in the caches of
+    two replicas evicts other blocks.
 
     Candidates are the replicas that can begin at once, and replicas with so many more cached tokens that waiting may
     pay. If the best candidate cannot begin soon, the request waits, and a request of higher priority may overtake it.
@@ -111,9 +110,7 @@ class Oracle(Placement):
         return _Offer(begin_s + slow * (own_s + harm_s), replica.spec.name, begin_s, warm_tokens)
 
     def _begin_s(self, replica: SimulatedServer, sequence: EngineRequest, cached_tokens: int) -> float:
-        """Returns the seconds until the replica can begin the request, after earlier prompts and requests that must end
-        first.
-        """
+        """Returns the seconds until the replica can begin the request, after earlier prompts and requests."""
         held, spec, engine = self._held[replica.spec.name], replica.spec, replica.engine
         ahead_s = 0.0
         if held.ahead_tokens > spec.step_tokens:

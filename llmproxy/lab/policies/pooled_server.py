@@ -1,4 +1,4 @@
-"""A model of the whole fleet as one ideal server: the work of a request, and the queue in front of the server."""
+"""A model of the whole fleet as one ideal server: the work of a request, and the queue before the server."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from llmproxy.lab.traces.arrival import Arrival
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A request and its cached prompt tokens: `hit_tokens` in a pooled cache, `known_tokens` in an unlimited cache.
-
-    The request arrives at `at_s`. `counted` is False during the warm-up.
+    """A request that arrives at `at_s`, and its cached prompt tokens: `hit_tokens` in a pooled cache, `known_tokens` in
+    an unlimited cache. `counted` is False during the warm-up.
     """
 
     arrival: Arrival
@@ -35,20 +34,16 @@ class Served:
 
 
 class EngineWork(NamedTuple):
-    """The work of requests, as sums. The formula of step times is linear in each sum. A price list has the same fields:
-    the price of one unit of each sum.
-
-    `prefill_squares` is the sum of end² - first² of the prompt positions to compute. `context_tokens` is the sum of the
-    contexts of all decoded tokens. `private_tokens` is the part of `context_tokens` that no earlier request shares, so
-    that each request of a batch needs KV cache for it.
+    """Sums over requests. Step times are linear in each sum. A price list has the same fields, with the price
+    of one unit.
     """
 
     requests: float = 0.0
     prefill_tokens: float = 0.0
-    prefill_squares: float = 0.0
+    prefill_squares: float = 0.0  # end² - first² of the prompt positions to compute.
     decode_tokens: float = 0.0
-    context_tokens: float = 0.0
-    private_tokens: float = 0.0
+    context_tokens: float = 0.0  # Context of all decoded tokens.
+    private_tokens: float = 0.0  # The part of it that no earlier request shares, so that each request needs KV cache.
 
     def plus(self, other: EngineWork) -> EngineWork:
         return EngineWork(*map(add, self, other))
@@ -69,8 +64,8 @@ class EngineWork(NamedTuple):
 
 
 def work_of(served: Served) -> EngineWork:
-    """Returns the work of prompt and answer. The last prompt step yields the first output token, so the answer needs
-    one decode step less than it has tokens.
+    """Returns the work of prompt and answer. The last prompt step yields the first output token, so an answer needs one
+    decode step less than it has tokens.
     """
     first, end, decodes = served.first, served.arrival.prompt_tokens, served.arrival.output_tokens - 1
     grown = decodes * (decodes + 1) / 2
@@ -79,14 +74,13 @@ def work_of(served: Served) -> EngineWork:
 
 
 def price_lists(spec: ReplicaSpec, prefill_scale: float) -> list[EngineWork]:
-    """Returns price lists, in seconds on one replica. The cost of any work by each list is a lower bound of its time.
+    """Returns price lists, in seconds on one replica. The cost of work by any list is a lower bound of its time.
 
-    A step costs a constant, an amount per token, and attention. `step_tokens` gives a least number of steps for any
-    work, and `max_num_seqs` and the KV cache give a least number of decode steps. A step takes the larger of two times
-    (weight reads, compute), so all steps take at least the larger of both sums. There is one list for each combination
-    of these limits, in the same order for all replicas. The most expensive list is the tightest bound.
-
-    Noise, faults, preemption and adapters are left out. They make a real replica slower.
+    A step costs a constant, an amount per token, and attention. `step_tokens`, `max_num_seqs` and the KV cache set the
+    least number of steps for any work. A step takes the larger of two times (weight reads, compute), so all steps take
+    at least the larger of both sums. There is one list for each combination of these limits, in the same order for all
+    replicas. The most expensive list is the tightest bound. Noise, faults, preemption and adapters are left out: they
+    make a real replica slower.
     """
     profile = scaled_profile(spec, prefill_scale)
     budget = EngineWork(prefill_tokens=1 / spec.step_tokens, decode_tokens=1 / spec.step_tokens)
@@ -104,12 +98,12 @@ def price_lists(spec: ReplicaSpec, prefill_scale: float) -> list[EngineWork]:
 
 
 def least_s(spec: ReplicaSpec, prefill_scale: float, work: EngineWork) -> float:
-    """Returns the least seconds that one replica needs for `work`."""
+    """Returns a lower bound of the seconds that one replica needs for `work`."""
     return max(work.cost(prices) for prices in price_lists(spec, prefill_scale))
 
 
 def balance_rps(fleet: SimulatedFleet, prefill_scale: float, mix: EngineWork) -> float:
-    """Returns the requests of `mix` per second in the steady state: the sum over the replicas of 1 / (c_p + c_d).
+    """Returns the requests of `mix` per second in the steady state: the sum of 1 / (c_p + c_d) over the replicas.
 
     c_p is the time of a prompt in full steps, c_d the time of an answer in the largest batch that fits. The result
     agrees with published measurements but is no bound.
@@ -121,7 +115,7 @@ def balance_rps(fleet: SimulatedFleet, prefill_scale: float, mix: EngineWork) ->
 
 
 class PooledServer:
-    """All replicas of a fleet as one server. Each replica is always busy, with the work that suits it best."""
+    """All replicas of a fleet as one server. Each replica is always busy with the work that suits it best."""
 
     def __init__(self, fleet: SimulatedFleet, prefill_scale: float, mix: EngineWork) -> None:
         self.replicas = len(fleet.replicas)
@@ -146,12 +140,14 @@ class PooledServer:
         self._whole_prices = [prices.times(whole_s(best) / mix.cost(prices)) for prices in best]
 
     def service_s(self, served: Served) -> float:
-        """Returns the least seconds of the whole fleet for the request."""
+        """Returns a lower bound of the seconds that the whole fleet needs for the request."""
         work = work_of(served)
         return min(work.cost(prices) for prices in self._whole_prices)
 
     def prompt_s(self, served: Served) -> float:
-        """Returns the least seconds for the prompt on the fastest replica, computed together with other prompts."""
+        """Returns a lower bound of the seconds for the prompt on the fastest replica, computed together with other
+        prompts.
+        """
         work = work_of(served).prompt
         return min(work.cost(prices) for prices in self._prompt_prices)
 
@@ -162,8 +158,8 @@ class PooledServer:
 
 
 class CentralQueue:
-    """Waits in a queue for several servers, first come, first served: the recursion of Kiefer and Wolfowitz (1955), or
-    of Lindley (1952) for a single server.
+    """Waits in a queue for several servers, first come, first served (Kiefer and Wolfowitz, 1955; for one server,
+    Lindley, 1952).
     """
 
     def __init__(self, servers: int) -> None:
@@ -178,16 +174,13 @@ class CentralQueue:
 
 @dataclass(frozen=True, slots=True)
 class QueueBounds:
-    """The best that the pooled server can do. All fields are None without requests; times and load are None without
-    arrival times.
-
-    `requests_per_s` is the highest rate of such requests, and `service_s` its inverse. `utilisation` is the work of the
-    trace divided by the capacity of the fleet in that time. Times to first token are accurate within 0.5 %.
+    """The best figures of the pooled server. All are None without requests; times and load are None without arrival
+    times. Times to first token are accurate within 0.5 %.
     """
 
-    requests_per_s: float | None = None
-    service_s: float | None = None
-    utilisation: float | None = None
+    requests_per_s: float | None = None  # The highest rate of such requests.
+    service_s: float | None = None  # The inverse of `requests_per_s`.
+    utilisation: float | None = None  # The work of the trace, divided by the fleet's capacity in that time.
     pooled_ttft_p50_s: float | None = None
     pooled_ttft_p99_s: float | None = None
     floor_ttft_p50_s: float | None = None
@@ -195,19 +188,17 @@ class QueueBounds:
 
 
 def queue_bounds(requests: Iterable[Served], server: PooledServer, timed: bool, since_s: float = 0.0) -> QueueBounds:
-    """Returns the bounds for `requests`, which are in order of arrival. Requests before `since_s` are not counted.
+    """Returns the bounds for `requests`, in order of arrival. Requests before `since_s` are not counted. `timed` is
+    False for a closed loop, whose arrival times depend on the answers.
 
-    `timed` is False for a closed loop, whose arrival times depend on the answers.
+    *Rate*: no policy with at most `hit_tokens` cached can serve more of these requests per second.
 
-    *Rate*: no policy that finds at most `hit_tokens` cached can serve more of these requests per second.
-
-    *Pooled*: an estimate, no strict bound. A server that is as fast as all replicas together serves whole requests
-    first come, first served. The prefill time on an idle replica is added to the wait, because two replicas never
-    compute one request together.
+    *Pooled*: an estimate, no strict bound. A server as fast as all replicas together serves whole requests first come,
+    first served. The prefill time on an idle replica is added to the wait, because two replicas never compute one
+    request together.
 
     *Floor*: a central queue with one server for each replica, and prompts only, each as cheap as in a full step on the
-    fastest replica. No policy that serves in order and finds at most `hit_tokens` cached has shorter times to first
-    token.
+    fastest replica. No policy that serves in order, with at most `hit_tokens` cached, has shorter times to first token.
     """
     pooled, floor = Sketch(), Sketch()
     fleet_queue, prompt_queue = CentralQueue(1), CentralQueue(server.replicas)

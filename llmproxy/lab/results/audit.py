@@ -19,7 +19,7 @@ from llmproxy.core.queueing.charge import charges
 from llmproxy.core.settings import Settings
 
 FLOWS_MAX = 40
-"""Most backlogged flows of a band whose counters are compared. The limit keeps a comparison cheap."""
+"""Maximum number of backlogged flows whose counters are compared in a band, to keep a comparison cheap."""
 COUNTERS_MAX = 10_000
 """Most counters. Beyond it, the counters of flows without requests are dropped."""
 
@@ -43,11 +43,11 @@ class Audit:
     limit are not counted. The audit has its own list of waiting requests.
 
     `counter_difference`: the largest difference between the virtual token counters of two backlogged flows of one band
-    (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024). A counter is the charges of a flow divided
-    by its weight, and is raised when the flow becomes backlogged. None if two flows were never backlogged together.
+    (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024); None if two flows were never backlogged
+    together. A counter is the flow's charges divided by its weight, raised when the flow becomes backlogged.
 
-    `unfinished_tokens_most`: the largest number of tokens at one time in requests that were dispatched and have not
-    ended. An answer counts its estimated or its delivered tokens, whichever is more.
+    `unfinished_tokens_most`: the largest number of tokens at one time in dispatched requests. An answer counts its
+    estimated or its delivered tokens, whichever is more.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -126,7 +126,7 @@ class Audit:
         self._unfinished_tokens -= lease.tokens
 
     def compare(self) -> None:
-        """Compare the counters of the backlogged flows."""
+        """Compares the counters of the backlogged flows."""
         for band, flows in self._backlogged.items():
             if len(flows) > 1:
                 counters = [self._counters[band, flow] for flow in islice(flows, FLOWS_MAX)]

@@ -57,7 +57,7 @@ _STYLE: Any = {
 
 @contextmanager
 def style() -> Iterator[None]:
-    """The matplotlib style of a report, independent of the settings of this machine."""
+    """Sets the matplotlib style of a report, independent of the settings of this machine."""
     with mpl.rc_context(), warnings.catch_warnings():
         # Tenants may have names in any script. A missing glyph is drawn as a box.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
@@ -71,7 +71,7 @@ def new_figure(height_in: float) -> Figure:
 
 
 def short(name: str) -> str:
-    """Returns a short form of a name for one line beside a plot.
+    """Shortens a name to one line beside a plot.
 
     The begin and the end of a long name stay: variants of a policy differ at the end, and tenants often at the begin.
     """
@@ -82,7 +82,7 @@ def short(name: str) -> str:
 
 
 def log_ticks(axes: Axes) -> None:
-    """Make the x axis logarithmic, with plain numbers. A short axis has numbers between the decades too."""
+    """Makes the x axis logarithmic, with plain numbers. A short axis has numbers between the decades too."""
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_minor_formatter(LogFormatter(minor_thresholds=(3, 1)))

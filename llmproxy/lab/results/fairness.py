@@ -10,7 +10,7 @@ LOOK_EVERY_S = 1.0
 PROMPT_WEIGHT, OUTPUT_WEIGHT = 1.0, 2.0
 """Weights of prompt and output tokens in "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024)."""
 TENANTS_MAX = 40
-"""Only the first backlogged tenants, up to this number, are compared: the number of pairs grows with its square."""
+"""Maximum number of backlogged tenants that are compared: the number of pairs grows with its square."""
 WINDOW_S = 60.0
 """Window of the index of Jain."""
 ADHERENCE_S = 300.0
@@ -20,9 +20,9 @@ ADHERENCE_LEAST = 20
 
 
 class ServiceDifference:
-    """The largest difference of weighted service between two tenants during any time in which both were backlogged.
+    """The largest difference of weighted service between two tenants while both were backlogged.
 
-    The bound of the paper limits the range of the difference for each pair of tenants.
+    The paper's bound limits, for each pair of tenants, the range of this difference.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class ServiceDifference:
         self.windows = EvenWindows()
 
     def ended(self, tenant: str, prompt_tokens: int, output_tokens: int) -> None:
-        """Add the service of an ended request of `tenant`."""
+        """Adds the service of an ended request of `tenant`."""
         if tenant not in self._followed:
             # This tenant was never backlogged, so no difference with it counts.
             return
@@ -43,8 +43,8 @@ class ServiceDifference:
     def look(self, under_way: Mapping[str, float], backlogged: Mapping[str, None]) -> None:
         """Compares the backlogged tenants. Call it every `LOOK_EVERY_S`.
 
-        `under_way` maps tenants to the service of their unfinished requests. `backlogged` has the backlogged tenants as
-        keys.
+        `under_way` maps tenants to the service of their unfinished requests. The keys of `backlogged` are the
+        backlogged tenants.
         """
         for tenant in backlogged:
             if len(self._followed) < TENANTS_MAX:
@@ -72,9 +72,7 @@ def jain(shares: Collection[float]) -> float:
 
 
 class EvenWindows:
-    """The lowest Jain index of any window, for the service of the tenants that were backlogged during the whole
-    window.
-    """
+    """The lowest Jain index of any window, over the tenants that were backlogged during the whole window."""
 
     def __init__(self) -> None:
         self._looks = round(WINDOW_S / LOOK_EVERY_S)
@@ -83,7 +81,7 @@ class EvenWindows:
         self.least: float | None = None
 
     def look(self, served: Mapping[str, float]) -> None:
-        """Records the service so far. `served` has each tenant that is now backlogged."""
+        """Records the service so far of each tenant that is now backlogged."""
         self._served.append(served)
         self._in_a_row = Counter({tenant: self._in_a_row[tenant] + 1 for tenant in served})
         lasting = [tenant for tenant, looks in self._in_a_row.items() if looks > self._looks]
@@ -95,8 +93,8 @@ class EvenWindows:
 class Adherence:
     """Adherence to objectives in a rolling window.
 
-    `least` is the least share of one tenant's ended requests that met their objectives. `most` is the largest number of
-    requests of all tenants that ended in a window.
+    `least` is the smallest share of one tenant's ended requests that met their objectives. `most` is the largest number
+    of requests that ended in a window, over all tenants.
     """
 
     def __init__(self, until_s: float) -> None:
@@ -110,7 +108,7 @@ class Adherence:
         self.most = 0
 
     def ended(self, tenant: str, met: bool, at_s: float) -> None:
-        """Count an ended request. Call it in the order of the ends. Ends after `until_s` do not count."""
+        """Counts an ended request. Call it in the order of the ends. Ends after `until_s` do not count."""
         part = int(at_s / self._part_s)
         if at_s > self._until_s:
             return

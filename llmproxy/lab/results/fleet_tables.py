@@ -68,8 +68,8 @@ def _replicas(count: int) -> str:
 
 
 class Split(NamedTuple):
-    """Results of one division of a fleet into prefill and decode replicas, as means of all seeds. With `prefill` 0,
-    all replicas do both.
+    """Results of one division of a fleet into prefill and decode replicas, as means over seeds. With `prefill` 0, all
+    replicas do both.
 
     `wants` is the number of prefill replicas that `/scale` recommends for this fleet size; None if unknown.
     """
@@ -91,7 +91,7 @@ class Splits(NamedTuple):
 
     @property
     def best(self) -> list[Split]:
-        """The division with the largest goodput, and the divisions within `NEAR` of it."""
+        """The division with the largest goodput, and all divisions within `NEAR` of it."""
         most = max(row.kept for row in self.rows)
         return [row for row in self.rows if row.kept >= most - NEAR]
 
@@ -109,7 +109,7 @@ def _division(row: Split) -> str:
 
 
 def _grouped(runs: Sequence[tuple[str, int, RunResult]]) -> list[tuple[str, list[tuple[int, list[RunResult]]]]]:
-    """Returns ((policy and load), [(number, runs with this number), ...]), with the numbers in ascending order."""
+    """Groups runs by (policy and load), and then by their number, in ascending order."""
     groups: dict[str, dict[int, list[RunResult]]] = {}
     loads = {(run.rate_scale, run.prefill_scale) for _, _, run in runs}
     for policy, number, run in runs:
@@ -157,7 +157,7 @@ def _split(prefill: int, runs: Sequence[RunResult]) -> Split:
 
 
 def print_sizes(found: Sequence[Sizes], wanted: Wanted, console: Console) -> None:
-    """Print a table for each policy and load, with the advice below it."""
+    """Prints a table for each policy and load, with the advice below it."""
     for sizes in found:
         bands = sorted({band for row in sizes.rows for band in row.by_band})
         shown = bands if len(bands) > 1 else []
@@ -175,7 +175,7 @@ def print_sizes(found: Sequence[Sizes], wanted: Wanted, console: Console) -> Non
 
 
 def print_splits(found: Sequence[Splits], wanted: Wanted, console: Console) -> None:
-    """Print a table for each policy and load, with the advice below it."""
+    """Prints a table for each policy and load, with the advice below it."""
     for splits in found:
         titles = ("prompts", "answers", "kept", "split", "TTFT\np99", "TPOT\np99", "wants")
         rows = [

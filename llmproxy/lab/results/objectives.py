@@ -71,9 +71,9 @@ NOTHING_WANTED = Wanted()
 class Objectives:
     """The objectives of a fleet.
 
-    Time to first token: 1 s, or three times the time of the fastest replica if it is idle and has nothing cached,
-    whichever is more. Mean time per output token: 40 ms if every replica has a profile of an 8B model, otherwise 75 ms.
-    Objectives of an arrival replace these defaults, and `wanted` replaces both.
+    Time to first token: 1 s, or three times the time of the fastest idle replica with an empty cache, whichever is
+    more. Mean time per output token: 40 ms if every replica has a profile of an 8B model, else 75 ms. An arrival's
+    objectives replace these defaults, and `wanted` replaces both.
     """
 
     def __init__(self, fleet: SimulatedFleet, prefill_scale: float, wanted: Wanted = NOTHING_WANTED) -> None:
@@ -85,7 +85,7 @@ class Objectives:
         self.unloaded_ttft_s = lru_cache(maxsize=PROMPTS_KEPT)(self._unloaded_ttft_s)
 
     def for_arrival(self, arrival: Arrival) -> tuple[float, float]:
-        """Returns the objectives of `arrival`: (time to first token, mean time per output token) in seconds."""
+        """Returns the objectives of `arrival`: (time to first token, mean time per output token), in seconds."""
         ttft_s = arrival.ttft_slo_s if self._wanted.ttft_s is None else self._wanted.ttft_s
         tpot_s = arrival.tpot_slo_s if self._wanted.tpot_s is None else self._wanted.tpot_s
         if ttft_s is None:
@@ -93,7 +93,7 @@ class Objectives:
         return ttft_s, self._tpot_s if tpot_s is None else tpot_s
 
     def _unloaded_ttft_s(self, prompt_tokens: int) -> float:
-        """Returns the time to first token on the fastest replica if it is idle and has nothing cached."""
+        """Returns the time to first token on the fastest idle replica with an empty cache."""
         return min(
             profile.frontend_s + prefill_s(profile, step_tokens, 0, prompt_tokens)
             for profile, step_tokens in self._engines

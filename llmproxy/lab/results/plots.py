@@ -62,7 +62,7 @@ class _Data:
     shown: list[tuple[RunResult, Trail]]
 
     def plot(self, title: str, text: str, figure: Figure, drawn: Collection[str], missing: str = "") -> Plot:
-        """Returns the plot. Its caption names the shown run, and the policies that are not `drawn` with the reason."""
+        """Returns a plot. Its caption names the shown run, and the policies that are not `drawn`, with the reason."""
         absent = [run.policy for run, _ in self.shown if run.policy not in drawn]
         reason = f" Not shown, because they {missing}: {', '.join(absent)}." if absent else ""
         return Plot(title, f"{text} At {self.at.label}, seed {self.shown[0][0].seed}.{reason}", figure)
@@ -126,7 +126,7 @@ def _looks(policies: list[str], own: Collection[str]) -> dict[str, dict[str, Any
 
 
 def _goodput(data: _Data) -> Plot:
-    """Goodput against load, or bars for a single load."""
+    """Draws goodput against load, or bars for a single load."""
     title, text = "Goodput", "Share of all offered requests that kept both objectives: "
     prefills = sorted({point.prefill_scale for point in data.points})
     if all(row.goodput is None for point in data.points for row in point.rows):
@@ -165,7 +165,9 @@ def _goodput_lines(axes: Axes, data: _Data, points: list[LoadPoint]) -> None:
 
 
 def _cdf(data: _Data, title: str, field: str, label: str, unit: float) -> Plot:
-    """The distribution of one time over all offered requests. `field` is the trail's curve, `unit` scales seconds."""
+    """Draws the distribution of one time over all offered requests. `field` is the trail's curve, `unit` scales
+    seconds.
+    """
     curves = {run.policy: (pairs, run) for run, trail in data.shown if (pairs := getattr(trail, field))}
     if not curves:
         return Plot(title, "Left out: no request was completed.")
@@ -189,7 +191,7 @@ def _cdf(data: _Data, title: str, field: str, label: str, unit: float) -> Plot:
 
 
 def _queue_waits(data: _Data) -> Plot:
-    """Waiting in the proxy, by band, over the time of arrival; one panel for each policy."""
+    """Draws the waits in the proxy per band over the time of arrival, in a panel for each policy."""
     title = "Wait in the proxy's queue by band"
     lines = {run.policy: trail.queue_wait for run, trail in data.shown}
     waiting = {
@@ -229,7 +231,7 @@ def _queue_waits(data: _Data) -> Plot:
 
 
 def _loads(data: _Data) -> Plot:
-    """Load of every backend over time, one heat map for each policy."""
+    """Draws the load of every backend over time, in a heat map for each policy."""
     title = "Load of each backend"
     busy = {run.policy: trail for run, trail in data.shown if any(map(any, trail.load.values()))}
     if not busy:
@@ -257,7 +259,7 @@ def _loads(data: _Data) -> Plot:
 
 
 def _hits(data: _Data) -> Plot:
-    """Prefix cache hits by policy, and over time."""
+    """Draws prefix cache hits per policy, and over time."""
     title = "Prefix-cache hit ratio"
     ratios = {row.policy: row.hit for row in data.at.rows if row.hit is not None}
     if not any(ratios.values()):
@@ -289,7 +291,7 @@ def _hits(data: _Data) -> Plot:
 
 
 def _shares(data: _Data) -> Plot:
-    """The share of tokens of each tenant."""
+    """Draws the share of tokens of each tenant."""
     title = "Share per tenant"
     asked = {name: group.asked_share or 0.0 for name, group in data.shown[0][0].by_tenant.items()}
     if len(asked) < 2:
@@ -342,7 +344,7 @@ def _panels(names: list[str], height_in: float) -> tuple[Figure, list[Axes]]:
 
 
 def _bars(axes: Axes, data: _Data, values: Mapping[str, float], rows_min: int = 1) -> None:
-    """Draw a horizontal bar with its value for each policy, with room for at least `rows_min` bars."""
+    """Draws a horizontal bar with its value for each policy, with room for at least `rows_min` bars."""
     for row, (policy, value) in enumerate(values.items()):
         axes.barh(row, value, height=0.68, color=data.looks[policy]["color"], gid=data.looks[policy]["gid"])
         axes.annotate(f"{value:.1%}", (value, row), (4, 0), va="center", fontsize=8, **LABEL)

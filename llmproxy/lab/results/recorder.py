@@ -1,4 +1,4 @@
-"""The figures of one run, from the records of its requests and samples of the fleet, in bounded memory."""
+"""The figures of one run, from request records and samples of the fleet, in bounded memory."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from llmproxy.lab.simulator.engine.reports import Counters
 
 TENANTS_SHOWN = 100
 TENANTS_KEPT = 400
-"""Most tenants with sums of their own. Beyond it, the smaller half is merged into "(other)"."""
+"""Maximum number of tenants with separate sums. Beyond it, the smaller half is merged into "(other)"."""
 SAMPLES_MAX = 512
 CDF_POINTS = 80
 KEPT_SHARE = 0.95
-"""An interval in which a smaller share of arrivals meets their objectives counts as a violation."""
+"""An interval counts as a violation if a smaller share of its arrivals meets their objectives."""
 
 _NAMES = {level: name for name, level in reversed(list(BAND_NAMES.items()))}
 
@@ -65,7 +65,7 @@ class RunRecorder:
     """Collects the figures of one run.
 
     `duration_s` is the length of the trace, which sets the resolution of the time axes; a run may last longer.
-    `replicas` are all replicas, also idle ones. Requests that arrived before `warmup_s` are in no figure.
+    `replicas` includes idle replicas. Requests that arrived before `warmup_s` are in no figure.
     """
 
     def __init__(self, duration_s: float, replicas: Sequence[str], warmup_s: float = 0.0) -> None:
@@ -133,9 +133,10 @@ class RunRecorder:
             self._prompts.add("all", record.arrived_s, record.arrival.prompt_tokens)
 
     def sample(self, at_s: float, load: Mapping[str, tuple[int, int]], queued: Mapping[int, int]) -> None:
-        """Adds a sample: replica -> (running, waiting) requests, and band -> requests that wait in the proxies.
+        """Adds a sample of the fleet. `load` maps replicas to (running, waiting) requests, and `queued` maps bands to
+        requests that wait in the proxies.
 
-        Samples come at equal intervals. If there are too many samples, every second one is dropped.
+        Samples come at equal intervals. If there are too many, every second one is dropped.
         """
         self._looks += 1
         if (self._looks - 1) % self._spacing:
@@ -148,8 +149,8 @@ class RunRecorder:
     def scaled(
         self, trail: list[tuple[float, int, int]], cost_s: float, turn_s: float, begin_s: float, end_s: float
     ) -> None:
-        """Sets the scaling of the fleet: (second, wanted, serving) at each reading of the signal, and replica-seconds
-        of the whole run.
+        """Sets the scaling of the fleet. `trail` has (second, wanted, serving) at each reading of the signal, and
+        `cost_s` is the replica-seconds of the whole run.
         """
         peak = max((wanted for _, wanted, _ in trail), default=0)
         turns = changes_of(trail, turn_s)
@@ -158,7 +159,7 @@ class RunRecorder:
         self._scale_trail = [(at_s - begin_s, wanted, serving) for at_s, wanted, serving in trail]
 
     def output(self, tokens: Mapping[int, int]) -> None:
-        """Set the tokens that each band has streamed so far. Called at the end of the warm-up and of the trace."""
+        """Sets the tokens that each band has streamed so far. Called at the end of the warm-up and of the trace."""
         named: Counter[str] = Counter()
         for band, count in tokens.items():
             named[band_name(band)] += count
@@ -174,7 +175,7 @@ class RunRecorder:
         self._ejections += times
 
     def fault_detected(self, fault: Fault, replica: str, detected_s: float | None) -> None:
-        """Record the seconds until a fault was detected; None if it ended undetected."""
+        """Records the seconds until a fault was detected; None if it ended undetected."""
         self._detections.append(FaultDetection(kind=fault.kind, replica=replica, at_s=fault.at_s, noticed_s=detected_s))
 
     def counted(self, replica: str, counters: Counters) -> None:
@@ -223,7 +224,7 @@ class RunRecorder:
         )
 
     def trail(self) -> Trail:
-        """Returns the curves and time series that only the plots of the run need."""
+        """Returns the curves and time series that only plots need."""
         hits, hit_tokens, prompt_tokens = [], 0.0, 0.0
         hit_at = {at_s: stretch.total for at_s, stretch in self._prompts.intervals("hit")}
         for at_s, stretch in self._prompts.intervals("all"):
@@ -300,7 +301,7 @@ def _means(looks: Sequence[tuple[int, int]]) -> dict[str, Any]:
 
 
 def changes_of(trail: list[tuple[float, int, int]], within_s: float) -> int:
-    """Returns how often the wanted number of replicas changed its direction within `within_s` (flapping)."""
+    """Counts how often the wanted number of replicas changed its direction within `within_s` (flapping)."""
     turns, last, last_s = 0, 0, -inf
     for (_, before, _), (at_s, after, _) in pairwise(trail):
         direction = (after > before) - (after < before)

@@ -157,7 +157,7 @@ def _facts(result: SimulationResult, points: list[LoadPoint], policies: list[str
 
 
 def _plain(value: object) -> str | None:
-    """Returns a value on one line; None if the value is too long or too deep."""
+    """Formats a value on one line; None if it is too long or too deep."""
     items = value if isinstance(value, list) else [value]
     if not all(isinstance(item, str | int | float) for item in items):
         return None

@@ -18,7 +18,7 @@ REFERENCES = frozenset({"oracle"})
 
 
 def _by_key(value: Any) -> Any:
-    """Sort mappings by key, so that the bytes do not depend on insertion order."""
+    """Sorts mappings by key, so that the bytes do not depend on insertion order."""
     if isinstance(value, dict):
         return {key: _by_key(value[key]) for key in sorted(value)}
     return [_by_key(item) for item in value] if isinstance(value, list) else value
@@ -105,7 +105,7 @@ class Loaded(_Model):
 
     @property
     def output_tokens_per_s(self) -> float:
-        """Tokens per second of all bands; 0 if `duration_s` is 0."""
+        """The tokens per second of all bands; 0 if `duration_s` is 0."""
         return sum(self.output_tokens.values()) / self.duration_s if self.duration_s > 0 else 0.0
 
 
@@ -293,7 +293,7 @@ class SimulationResult(_Model):
 
 
 def load_label(rate_scale: float, prefill_scale: float) -> str:
-    """Returns the key of one load in `SimulationResult.bounds`, such as `rate_scale 1, prefill_scale 1.9`."""
+    """Returns the key of a load in `SimulationResult.bounds`, such as `rate_scale 1, prefill_scale 1.9`."""
     return f"rate_scale {rate_scale:g}, prefill_scale {prefill_scale:g}"
 
 
@@ -301,7 +301,7 @@ def load_label(rate_scale: float, prefill_scale: float) -> str:
 
 
 def to_bytes(result: SimulationResult) -> bytes:
-    """Returns `result.json`. Equal results give equal bytes, in whatever order the runs ended.
+    """Encodes `result.json`. Equal results give equal bytes, in whatever order the runs ended.
 
     Raises ValueError for a figure that is infinite or not a number.
     """
@@ -320,7 +320,7 @@ def schema_bytes() -> bytes:
 
 
 def rounded(value: Any, where: str = "") -> Any:
-    """Rounds all floats of a nested value to six digits, because further digits are rounding errors."""
+    """Rounds all floats of a nested value to six significant digits; further digits are rounding errors."""
     if isinstance(value, float):
         if not math.isfinite(value):
             raise ValueError(f"{where.lstrip('.')} is {value}, which JSON cannot say")
@@ -334,7 +334,7 @@ def rounded(value: Any, where: str = "") -> Any:
 
 
 class Row(NamedTuple):
-    """A policy at one load: means over the seeds that have the figure; None if no seed has it."""
+    """A policy at one load: means over the seeds that have the figure; None without such seeds."""
 
     policy: str
     seeds: int
@@ -384,7 +384,7 @@ def load_points(result: SimulationResult) -> list[LoadPoint]:
 
 
 def best(rows: Iterable[Row], field: str) -> float | None:
-    """Returns the best value of a field: the largest goodput or hit ratio, else the smallest; None without values."""
+    """Returns the largest value of goodput or hit ratio, the smallest value of other fields; None without values."""
     figures = [figure for row in rows if (figure := getattr(row, field)) is not None]
     return (max if field in ("goodput", "hit") else min)(figures, default=None)
 

@@ -19,7 +19,7 @@ DASHES = "-", (0, (5, 1.6)), (0, (1.2, 1.2))
 
 
 def replicas_plot(trails: Sequence[tuple[str, Trail]]) -> Plot:
-    """Replicas, queue and attainment over time, with a line for each trail."""
+    """Draws replicas, queue and attainment over time, with a line for each trail."""
     figure = new_figure(6.4)
     replicas, queue, kept = figure.subplots(3, 1, sharex=True, height_ratios=[1.6, 1.0, 1.0])
     for i, (name, trail) in enumerate(trails):
@@ -49,7 +49,7 @@ def replicas_plot(trails: Sequence[tuple[str, Trail]]) -> Plot:
 
 
 def sizes_plot(found: Sequence[Sizes], wanted: Wanted) -> Plot:
-    """Attainment and cost by the number of replicas."""
+    """Draws attainment and cost against the number of replicas."""
     figure = new_figure(3.6)
     kept, cost = figure.subplots(1, 2)
     look = 0
@@ -83,7 +83,7 @@ def sizes_plot(found: Sequence[Sizes], wanted: Wanted) -> Plot:
 
 
 def splits_plot(found: Sequence[Splits], wanted: Wanted) -> Plot:
-    """Attainment and both latencies by the number of prefill replicas."""
+    """Draws attainment and both latencies against the number of prefill replicas."""
     figure = new_figure(3.6)
     kept, ttft, tpot = figure.subplots(1, 3)
     for look, splits in enumerate(found):

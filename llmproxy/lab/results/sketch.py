@@ -1,7 +1,7 @@
 """Quantiles of a stream in constant memory: DDSketch (Masson, Rim and Lee, VLDB 2019).
 
-Values are counted in buckets whose bounds grow by a constant factor, so all values of a bucket are equal within a known
-relative error.
+The bounds of its buckets grow by a constant factor, so that all values of a bucket are equal within a known relative
+error.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ ACCURACY = 0.005
 BUCKETS_MAX = 2_048
 """About nine decades at this accuracy. Beyond it the lowest buckets are merged, which affects low quantiles only."""
 ZERO = 1e-9
-"""Values up to this count as zero, which no bucket of a logarithmic scale could hold."""
+"""Smaller values count as zero, which has no place on a logarithmic scale."""
 _GAMMA = (1.0 + ACCURACY) / (1.0 - ACCURACY)
 _SCALE = 1.0 / math.log(_GAMMA)
 
@@ -31,7 +31,7 @@ class Sketch:
         self._max = 0.0
 
     def add(self, value: float) -> None:
-        """Count a value. Raises ValueError if it is negative, infinite or not a number."""
+        """Counts a value. Raises ValueError if it is negative, infinite or not a number."""
         if not 0.0 <= value < math.inf:
             raise ValueError(f"a sketch counts finite values from 0 on, not {value}")
         self.count += 1
@@ -62,7 +62,7 @@ class Sketch:
         return self._at_ranks([self._rank(q)])[0] if self.count else None
 
     def cdf(self, points: int) -> list[tuple[float, float]]:
-        """Returns the distribution as at most `points` (>= 2) pairs (value, share of all values up to it).
+        """Returns at most `points` (>= 2) pairs (value, share of the values up to it).
 
         The pairs are evenly spaced in the share and include both ends. Empty without values.
         """
@@ -90,7 +90,7 @@ class Sketch:
         return values
 
     def _collapse(self) -> None:
-        """Merge the lowest buckets until there are `BUCKETS_MAX`."""
+        """Merges the lowest buckets until there are `BUCKETS_MAX`."""
         excess = len(self._buckets) - BUCKETS_MAX
         if excess > 0:
             lowest = sorted(self._buckets)[: excess + 1]

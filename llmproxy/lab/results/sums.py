@@ -137,7 +137,7 @@ class PredictionErrors:
     covered: int = 0
 
     def add(self, predicted: Predicted | None, observed_s: float | None) -> None:
-        """Count one answer if its time was predicted and observed."""
+        """Counts an answer if its time was predicted and observed."""
         if predicted is None or observed_s is None or observed_s <= 0.0:
             return
         self.count += 1
@@ -146,7 +146,7 @@ class PredictionErrors:
 
 
 class Groups:
-    """Groups with names: at most `kept` of them, and one more group for all other names."""
+    """Named groups: at most `kept`, and one more for all other names."""
 
     def __init__(self, kept: int) -> None:
         self._kept = kept
@@ -162,7 +162,7 @@ class Groups:
         return group
 
     def largest(self, count: int) -> Iterator[tuple[str, Group]]:
-        """Yields the `count` largest groups by tokens, and then all other groups as one group if there are any."""
+        """Yields the `count` largest groups by tokens, and then one group with all others, if any."""
         rest = Group()
         rest.merge(self._other)
         for rank, (name, group) in enumerate(self._ranked()):
@@ -191,7 +191,7 @@ class Stretch:
 
 
 class Timeline:
-    """Values by name and time interval. The length of the intervals doubles when there are too many."""
+    """Values per name and time interval. The length of the intervals doubles when there are too many."""
 
     def __init__(self, duration_s: float) -> None:
         self.width_s = duration_s / STRETCHES if duration_s > 0 else 1.0

@@ -22,7 +22,7 @@ ORACLE_NOTE = (
 )
 MISSING = "-"
 LOADS_ACROSS = 5
-"""Loads whose bounds fit side by side in 80 columns."""
+"""Number of loads whose bounds fit side by side in 80 columns."""
 
 
 class Column(NamedTuple):
@@ -66,9 +66,7 @@ def write(column: Column, row: Row) -> str:
 
 
 def is_best(column: Column, row: Row, point: LoadPoint) -> bool:
-    """Returns whether `row` has the best figure of `point` in `column`. If most policies have the same figure, no
-    policy is the best.
-    """
+    """Returns whether `row` has the best figure of `point` in `column`, unless most policies have the same figure."""
     rivals = [row for row in point.rows if row.policy not in REFERENCES]
     winner = best(rivals, column.field)
     if winner is None:
@@ -78,7 +76,7 @@ def is_best(column: Column, row: Row, point: LoadPoint) -> bool:
 
 
 def print_tables(result: SimulationResult, console: Console) -> None:
-    """Print a table for each load, and then the bounds of all loads."""
+    """Prints a table for each load, and then the bounds of all loads."""
     points = load_points(result)
     if not points:
         console.print("Nothing was run.")
@@ -100,7 +98,7 @@ def has_oracle(points: Sequence[LoadPoint]) -> bool:
 
 
 def bounds_by_name(points: Sequence[LoadPoint]) -> dict[str, Bound]:
-    """Returns name -> bound for all bounds of all loads, for their units and meanings."""
+    """Maps names to bounds, over all loads, for their units and meanings."""
     return {name: bound for point in reversed(points) for name, bound in point.bounds.items()}
 
 

@@ -1,4 +1,4 @@
-"""Reads band, flow, tenant, objective and limits of an arrival, which a gateway would read from keys, headers and its
+"""Reads the band, flow, tenant, objective and limits of an arrival. A gateway reads them from keys, headers and its
 configuration.
 """
 
@@ -36,7 +36,7 @@ class IdentityReader:
         self._band_max_waits_s = config.by_band(config.queue.band_max_wait_s)
 
     def band(self, arrival: Arrival) -> int:
-        """Returns the band of the arrival, limited by `band_max` of its tenant."""
+        """Returns the arrival's band, limited by its tenant's `band_max`."""
         band, tenant = self._config.band(arrival.band), self._tenants.get(arrival.tenant)
         if tenant is None or tenant.band_max is None:
             return band
@@ -63,7 +63,7 @@ class IdentityReader:
         return f"{arrival.tenant}+{target.requested}" if self._flow == "tenant+model" else arrival.tenant
 
     def _slo(self, arrival: Arrival, target: Target) -> Slo | None:
-        """Returns the objective. Each time is the first of: arrival, tenant, requested model, served model."""
+        """Returns the objective. Each time is the first that is set: arrival, tenant, requested model, served model."""
         entries = (
             self._tenants.get(arrival.tenant),
             self._models.get(target.requested),

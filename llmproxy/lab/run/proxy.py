@@ -41,7 +41,7 @@ from llmproxy.scheduling.dispatcher import Dispatcher
 from llmproxy.scheduling.lease import Lease, Leasing
 
 BYTES_PER_TOKEN = 4.3
-"""The mean of all prompts in a replay. As in production, the proxy learns it from the usage of answers."""
+"""Mean bytes per token of a replay's prompts. As in production, the proxy learns it from the usage of answers."""
 BYTES_SIGMA = 0.1
 PROGRESS_S = 0.3
 """Interval at which the tokens of open streams are counted. The gateway counts every 32 tokens."""
@@ -101,7 +101,7 @@ class LabProxy:
         self.dispatcher.close()
 
     def _poll(self, name: str, listed: float | None) -> None:
-        """Poll a replica once. `listed` is the time of its last model list, None after a failure."""
+        """Polls a replica once. `listed` is the time of its last model list, None after a failure."""
         if self._stopped:
             return
         now, poll = self._loop.time(), self._config.poll
@@ -143,7 +143,7 @@ class LabProxy:
             self._loop.call_later(self._jittered(self._config.poll.interval_s), self._poll, name, None)
 
     def _count_streams(self) -> None:
-        """Report the tokens of open streams, as the gateway does while it relays them."""
+        """Reports the tokens of open streams, as the gateway does while it relays them."""
         if self._stopped:
             return
         now, stall_s = self._loop.time(), self._config.timeouts.stall_s
@@ -178,7 +178,7 @@ class LabProxy:
     # --- one request --------------------------------------------------------------------------------------------------
 
     async def serve(self, arrival: Arrival) -> Record:
-        """Serve one request. Failures are in the record; none raises."""
+        """Serves a request. Never raises: failures are in the record."""
         now = self._loop.time()
         record = Record(arrival, now, self.band(arrival))
         request_id = self._world.enter(arrival)
@@ -259,7 +259,7 @@ class LabProxy:
             record.queue_wait_s = self._loop.time() - record.arrived_s
 
     async def _attempt(self, record: Record, routing: Routing, lease: Lease, attempt: Attempt) -> None:
-        """Attempt the request on one backend. Sets its result, the verdict and usage of the lease, and the outcome."""
+        """Attempts the request on one backend. Sets the lease's verdict and usage, and the record's outcome."""
         record.queue_wait_s, record.backend = routing.waited_s, lease.backend
         record.predicted_ttft, record.predicted_tpot = lease.grant.placed.ttft, lease.grant.placed.tpot
         stage = lease.grant.request.stage
@@ -270,7 +270,7 @@ class LabProxy:
         attempt.prefilled = stage is Stage.PREFILL and lease.verdict is Verdict.SERVED
 
     async def _run(self, record: Record, routing: Routing, lease: Lease) -> Again:
-        """Serve the request on the replica of the lease. Returns whether another attempt may be made."""
+        """Serves the request on the lease's replica. Returns whether another attempt may follow."""
         arrival, replica, request = record.arrival, self._replicas[lease.backend], routing.request
         if lease.preempted and not lease.revoked:
             lease.verdict = Verdict.PREEMPTED
@@ -363,7 +363,7 @@ class LabProxy:
 
 
 def _met(request: Request, record: Record) -> bool | None:
-    """Whether the request met its objective; None without an objective or after a rate limit refusal."""
+    """Returns whether the request met its objective; None without an objective or after a rate limit refusal."""
     if request.slo is None or record.outcome is Outcome.RATE_LIMITED:
         return None
     return record.outcome is Outcome.COMPLETED and request.slo.met(record.ttft_s, record.tpot_s)

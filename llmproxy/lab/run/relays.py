@@ -1,4 +1,4 @@
-"""A cluster of proxies in virtual time: production election, frames, relays and sessions over a simulated network."""
+"""A cluster of proxies in virtual time: production election, frames and sessions over a simulated network."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOCK_S = 4.0
 
 
 class _Pipe(asyncio.Transport):
-    """An end of a connection. Bytes arrive at the other end after `delay_s` if that end is still open."""
+    """An end of a connection. Bytes arrive at the other end after `delay_s`, if that end is still open."""
 
     def __init__(self, protocol: asyncio.Protocol, delay_s: float) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class VirtualNetwork:
         self._listening.pop(self.address, None)
 
     def die(self) -> None:
-        """End all connections of this member and refuse new ones."""
+        """Ends all connections of this member and refuses new ones."""
         self.close()
         for pipe in self._pipes:
             pipe.close()
@@ -160,7 +160,7 @@ class LabMember:
 
 
 class LabCluster:
-    """The cluster of these proxies, over a network with the round trip time `rtt_s`."""
+    """A cluster of these proxies, over a network with the round-trip time `rtt_s`."""
 
     def __init__(self, proxies: Sequence[LabProxy], rtt_s: float) -> None:
         self._lock = VirtualLock(rtt_s)
@@ -207,7 +207,7 @@ class LabCluster:
         )
 
     def kill(self, member: LabMember) -> None:
-        """End a member as by kill -9: the other members notice only its closed connections."""
+        """Ends a member like kill -9: the other members notice only its closed connections."""
         self._lock.dead.add(member.cluster.id)
         member.network.die()
 

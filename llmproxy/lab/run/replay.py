@@ -32,7 +32,7 @@ from llmproxy.lab.traces.arrival import Arrival, Trace, turns_of
 SETTLE_S = 2.0
 """Time for polls before the first arrival, because a proxy starts before its clients."""
 SAMPLES = 120
-"""The number of load samples of each replica during a trace. Sampling goes on at this rate until the last answer."""
+"""Number of load samples during a trace. Sampling continues at this rate until the last answer."""
 SAMPLE_LEAST_S = 0.05
 DETECT_EVERY_S = 0.02
 """Interval at which a run checks whether a fault is detected."""
@@ -64,7 +64,7 @@ class Setup:
 
 
 def replay(setup: Setup, progress: Callable[[int], None] = lambda _: None) -> RunRecorder:
-    """Run `setup`. `progress` is called repeatedly with the number of ended requests. Raises TraceError."""
+    """Runs `setup`. Calls `progress` repeatedly with the number of ended requests. Raises TraceError."""
     frozen = gc.get_threshold()
     # Requests have no reference cycles, so frequent garbage collections find nothing.
     gc.set_threshold(100_000, 20, 20)
@@ -82,7 +82,7 @@ def records_of(setup: Setup) -> list[Record]:
 
 
 class Run:
-    """The run of a trace. `recorder` collects its figures, and `proxies` has its proxies from its start on."""
+    """The run of a trace. `recorder` collects its figures, and `proxies` has its proxies after the start."""
 
     def __init__(
         self,
@@ -90,7 +90,9 @@ class Run:
         progress: Callable[[int], None] = lambda _: None,
         on_record: Callable[[Record], None] = lambda _: None,
     ) -> None:
-        """`on_record` is called with every complete record."""
+        """Args:
+        on_record: Called with every complete record.
+        """
         self._setup = setup
         self._progress = progress
         self._on_record = on_record
@@ -179,7 +181,7 @@ class Run:
         return proxies
 
     def _watch_for(self, loop: asyncio.AbstractEventLoop, fault: Fault, replica: str) -> None:
-        """Checks repeatedly until a proxy has detected the fault, or until the fault ends."""
+        """Checks repeatedly until a proxy has detected the fault, or the fault ends."""
         passed_s = loop.time() - SETTLE_S - fault.at_s
         healths = [proxy.pools.backends[replica].health for proxy in self.proxies]
         if any(health.down or health.ejected for health in healths):
@@ -190,7 +192,7 @@ class Run:
             loop.call_later(DETECT_EVERY_S, self._watch_for, loop, fault, replica)
 
     def _sample(self, loop: asyncio.AbstractEventLoop, number: int) -> None:
-        """Sample every replica's load, repeatedly until the last answer."""
+        """Samples every replica's load, repeatedly until the last answer."""
         if self._over:
             return
         queued: dict[int, int] = {}
@@ -203,7 +205,7 @@ class Run:
         loop.call_at(SETTLE_S + (number + 1) * every_s, self._sample, loop, number + 1)
 
     def _scale(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Run the autoscaler, repeatedly until the last answer."""
+        """Runs the autoscaler, repeatedly until the last answer."""
         if self._over or self.scaled is None:
             return
         now, pools = loop.time(), self.proxies[0].pools
@@ -227,10 +229,10 @@ class Run:
         loop.call_later(self.scaled.ask_s, self._scale, loop)
 
     def looked(self, look: Look, wanted: int) -> None:
-        """Called after each reading of the autoscaler's signal, for subclasses."""
+        """Handles a reading of the autoscaler's signal, for subclasses."""
 
     def _look_at_service(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Record the service of each tenant so far and the backlogged tenants, repeatedly until the last answer."""
+        """Records each tenant's service so far and the backlogged tenants, repeatedly until the last answer."""
         under_way: dict[str, float] = {}
         waiting: dict[str, None] = {} if self._setup.plan.late else dict.fromkeys(self._world.arrivals)
         for proxy in self.proxies:
@@ -246,13 +248,13 @@ class Run:
             loop.call_later(LOOK_EVERY_S, self._look_at_service, loop)
 
     def _look_at_ratio(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Records the share of replicas that prompts need, as learned by the first proxy."""
+        """Records the share of replicas that prompts need, as the first proxy learned it."""
         for need in self.proxies[0].pools.needs(loop.time()).values():
             if need.prefill + need.decode > 0.0:
                 self.recorder.prefill_share = Ratio(need.prefill, need.decode).share
 
     def _look_at_output(self) -> None:
-        """Record how many tokens each band has streamed by now."""
+        """Records how many tokens each band has streamed by now."""
         tokens = self._output_tokens.copy()
         for proxy in self.proxies:
             for request_id, answered_tokens in proxy.answers():

@@ -28,24 +28,18 @@ LOOK_EVERY_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """The inputs of a simulation, which can be sent to another process.
+    """The inputs of a simulation, which can be sent to another process."""
 
-    `trace` is a file or a generator, as for `trace_named`. The simulation uses `requests` requests of the trace (None:
-    all) from number `skip` on, sends `replicate` copies of them at once, and changes them by `mix`. Requests in the
-    first share `warmup` (0..1) of the time are not counted. With `objectives_named`, each request sends its objectives,
-    as in a trusted header. `wanted` objectives replace the objectives of the fleet and of the trace.
-    """
-
-    trace: str
+    trace: str  # A file or a generator, as for `trace_named`.
     fleet: SimulatedFleet
     config: Config
-    skip: int = 0
-    requests: int | None = None
-    replicate: int = 1
-    warmup: float = 0.0
+    skip: int = 0  # Number of the first request.
+    requests: int | None = None  # None: all requests.
+    replicate: int = 1  # Copies of the requests that are sent at once.
+    warmup: float = 0.0  # Share of the time, 0..1, whose requests are not counted.
     mix: Mix = AS_IT_IS
-    objectives_named: bool = False
-    wanted: Wanted = NOTHING_WANTED
+    objectives_named: bool = False  # Whether each request sends its objectives, as in a trusted header.
+    wanted: Wanted = NOTHING_WANTED  # Replaces the objectives of the fleet and of the trace.
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +57,7 @@ def points(
 
 
 def prepared(simulation: Simulation, seed: int, rate_scale: float) -> tuple[Trace, Survey]:
-    """Returns the trace of one run and its survey. Raises TraceError.
+    """Returns the trace of one run, and its survey. Raises TraceError.
 
     A part of a trace has the duration of the whole, so that both have the same warm-up.
     """
@@ -96,7 +90,7 @@ def _prepared(
 
 
 def run_one(simulation: Simulation, point: Point, progress: Callable[[int], None] = lambda _: None) -> Finished:
-    """Simulate one point. Raises TraceError, and ValueError for an unknown policy."""
+    """Simulates one point. Raises TraceError, and ValueError for an unknown policy."""
     trace, found = prepared(simulation, point.seed, point.rate_scale)
     setup = Setup(
         trace=trace,
@@ -121,7 +115,7 @@ def run_all(
     workers: int | None = None,
     progress: Callable[[Sequence[int]], None] = lambda _: None,
 ) -> Iterator[tuple[int, Finished]]:
-    """Simulate all tasks. Yields (index, result) of each when it is ready.
+    """Simulates all tasks in parallel. Yields (index, result) of each when it is ready.
 
     `progress` is called repeatedly with the number of ended requests of each task.
     """
@@ -179,7 +173,7 @@ def _one_by_one(
 
 
 def _work(pipe: Connection, ended: Any) -> None:
-    """Run one task after the other until the other end of the pipe is closed."""
+    """Runs one task after another until the other end of the pipe is closed."""
     while True:
         try:
             index, (simulation, point) = pipe.recv()

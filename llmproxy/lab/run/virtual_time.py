@@ -24,7 +24,7 @@ class _Jump(selectors.SelectSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """For pure asyncio code only: sockets, subprocesses and threads are never polled."""
+    """An event loop for pure asyncio code. It never polls sockets, subprocesses or threads."""
 
     def __init__(self) -> None:
         self._now_s = 0.0
@@ -48,6 +48,6 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 def run(main: Coroutine[Any, Any, Answer]) -> Answer:
-    """Returns the result of `main` on a new loop at time 0. Raises RuntimeError if it waits without any timer."""
+    """Returns the result of `main`, run on a new loop at time 0. Raises RuntimeError if it waits without any timer."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)

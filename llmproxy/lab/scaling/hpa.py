@@ -13,10 +13,10 @@ from math import ceil
 
 @dataclass(frozen=True, slots=True)
 class HpaRules:
-    """The limits of a scaling step: within `up_every_s`, at most `up_pods` replicas or the share `up_share` of the
-    replicas are added, whichever is more.
+    """The limits of a scaling step.
 
-    Removals follow the same rule with `down_pods` and `down_share`; with `down_pods` None, only `down_share` counts.
+    Within `up_every_s`, at most `up_pods` replicas or the share `up_share` of the replicas are added, whichever is
+    more. Removals follow the same rule; with `down_pods` None, only `down_share` counts.
     """
 
     tolerance: float = 0.1
@@ -64,7 +64,7 @@ class Hpa:
         return self.replicas
 
     def _stabilised(self, wanted: int, now: float) -> int:
-        """Scale down to the largest number wanted in the down window, or up to the smallest in the up window."""
+        """Scales down to the largest number wanted in the down window, or up to the smallest in the up window."""
         rules = self._rules
         self._wanted.append((now, wanted))
         while self._wanted[0][0] < now - max(rules.up_window_s, rules.down_window_s):
@@ -76,7 +76,7 @@ class Hpa:
         return max(self.replicas, lowest)
 
     def _limited(self, wanted: int, now: float) -> int:
-        """Limit the change by the policies, from the number of replicas at the begin of their period."""
+        """Limits the change by the policies, from the number of replicas at the begin of their period."""
         rules = self._rules
         while self._changes and self._changes[0][0] <= now - max(rules.up_every_s, rules.down_every_s):
             self._changes.popleft()

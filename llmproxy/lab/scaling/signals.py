@@ -15,11 +15,12 @@ from llmproxy.lab.scaling.hpa import DEFAULTS, FOLLOWING, HpaRules
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The inputs of an autoscaling signal at one moment. `waiting` counts requests in the proxies' queues.
+    """The inputs of an autoscaling signal at one moment.
 
-    `late` is the p90 of time to first token divided by its objective in the last minute, None without requests.
-    `prompt_tokens` and `output_tokens` are means of these requests. `uncached_tokens` is the prefill work of requests
-    without a first token. `coming` is the number of replicas that the work of the near future needs.
+    `waiting` counts requests in the proxies' queues. `late` is the p90 of (time to first token / its objective) in the
+    last minute, None without requests; `prompt_tokens` and `output_tokens` are means of these requests.
+    `uncached_tokens` is the prefill work of requests without a first token. `coming` is the number of replicas that the
+    work of the near future needs.
     """
 
     now: float
@@ -80,7 +81,7 @@ def _coming(look: Look) -> float | None:
 
 
 def _late(look: Look) -> float | None:
-    """Returns a value that wants more replicas above `LATE_UP` of the objective, and fewer below `LATE_DOWN` of it."""
+    """Returns a value that asks for more replicas above `LATE_UP` of the objective, and for fewer below `LATE_DOWN`."""
     if look.late is None:
         return None
     late = min(look.late, 2.0)
@@ -97,9 +98,9 @@ def _tokens(look: Look) -> float:
 class _Saturation:
     """The second analyser of llm-d's workload-variant autoscaler: tokens in use and expected, divided by the capacity.
 
-    The capacity of a replica is 0.8 of its KV cache. It is less if the mean usage of the last ten samples with five or
-    more waiting requests was less. The signal wants more replicas above 0.85 of the capacity, but not while replicas
-    start, and fewer below 0.70.
+    A replica's capacity is 0.8 of its KV cache, or the mean usage of the last ten samples with five or more waiting
+    requests, if that is less. The signal asks for more replicas above 0.85 of the capacity, but not while replicas
+    start, and for fewer below 0.70.
     """
 
     EVERY_S = 60.0
@@ -154,7 +155,7 @@ SIGNALS: Mapping[str, Signal] = {
 
 
 class Future:
-    """The known work of a trace, in seconds of a replica. `works` are (second, work) in order."""
+    """The known work of a trace. `works` has (second, work in replica-seconds) in order."""
 
     def __init__(self, works: Sequence[tuple[float, float]], ahead_s: float, window_s: float) -> None:
         self._at_s = [at_s for at_s, _ in works]
@@ -164,7 +165,7 @@ class Future:
         self._ahead_s, self._window_s = ahead_s, window_s
 
     def most(self, now: float, utilisation: float) -> float:
-        """Returns how many replicas the busiest time window that begins within `ahead_s` from now needs."""
+        """Returns the number of replicas for the busiest time window that begins within `ahead_s` from now."""
         found, at_s = 0.0, now
         while at_s <= now + self._ahead_s:
             found = max(found, self._between(at_s, at_s + self._window_s) / self._window_s)

@@ -40,7 +40,7 @@ class Replica:
     """A replica that listens during `async with Replica(options) as replica:`. Leaving the block cuts its connections.
 
     Port 0 takes a free port, which `url` and `port` show. `faults` injects faults, `restart` starts a cold replica on
-    the same port, and `requests_seen` has the latest requests, with a limit on their number and bytes.
+    the same port, and `requests_seen` has the latest requests, limited in number and bytes.
     """
 
     def __init__(self, options: ReplicaOptions | None = None, host: str = "127.0.0.1", port: int = 0) -> None:
@@ -65,7 +65,7 @@ class Replica:
 
     @property
     def in_flight(self) -> int:
-        """Number of accepted generation requests that have not ended."""
+        """The number of accepted generation requests that have not ended."""
         return self._service.in_flight
 
     async def __aenter__(self) -> Self:
@@ -89,7 +89,7 @@ class Replica:
         await self._service.idle.wait()
 
     async def restart(self) -> None:
-        """Cut all connections, and start again on the same port, cold and without faults."""
+        """Cuts all connections, and starts again on the same port, cold and without faults."""
         await self._stop()
         self.faults = FaultSwitch(self._fault_changed)
         self._service = Service(self.options, self.faults)
@@ -168,7 +168,7 @@ class Replica:
 
 
 async def serve_replica(options: ReplicaOptions, host: str, port: int) -> None:
-    """Serve a replica until cancellation, SIGTERM or SIGINT, then cut its connections.
+    """Serves a replica until cancellation, SIGTERM or SIGINT, then cuts its connections.
 
     Prints a line with the URL once it listens; port 0 takes a free port. With `shutdown="hang"`, a signal closes the
     port, and open streams get no further byte until their clients disconnect, as in vLLM by default. Raises OSError if

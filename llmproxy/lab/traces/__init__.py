@@ -25,8 +25,8 @@ __all__ = [
 
 
 def trace_named(text: str, seed: int = 0) -> Trace:
-    """Returns the trace of `gen:NAME,key=value,...` or of a file. Raises TraceError.
+    """Returns the trace of a file or of `gen:NAME,key=value,...`. Raises TraceError.
 
-    `seed` is the default seed of a generator. A file ignores it.
+    `seed` is a generator's default seed. A file ignores it.
     """
     return generate(text, seed) if text.startswith(PREFIX) else open_trace(Path(text))

@@ -41,7 +41,7 @@ class Arrival:
     think_s: float = 0.0
     then: Arrival | None = None
     # After a failure or refusal, the client sends the request again `retry_after_s` later, at most `retries` times.
-    # Each repetition is a request of its own.
+    # Each repetition counts as another request.
     retries: int = 0
     retry_after_s: float = 0.0
     # Whether `output_tokens` is an assumption, because the real request got no answer.
@@ -91,8 +91,8 @@ def chained(turns: Sequence[Arrival]) -> Arrival:
 def in_time_order(batches: Iterable[tuple[float, Iterable[Arrival]]]) -> Iterator[Arrival]:
     """Yields the arrivals of all batches in the order of their times; arrivals with equal times keep their order.
 
-    Each batch has a time, and no arrival of this batch or of a later batch is earlier. So all earlier arrivals can be
-    yielded, and only the others stay in memory.
+    No arrival of a batch, or of a later batch, is earlier than the batch's time. So only arrivals after that time stay
+    in memory.
     """
     due: list[tuple[float, int, Arrival]] = []
     serial = count()

@@ -31,7 +31,7 @@ def unequal_tenants(
     output_tokens: Tokens = 128,
     seed: int = 0,
 ) -> Iterator[Arrival]:
-    """Tenants with equal requests. Each tenant sends `ratio` times as many requests as the previous tenant.
+    """Yields the requests of several tenants. Each tenant sends `ratio` times as many as the previous tenant.
 
     Together they send `rate` requests per second (Poisson). The only objective is a first token within `ttft_slo_s`.
     All requests cost the same. So in the max-min optimum, every tenant has the same share of requests in time: the
@@ -58,7 +58,7 @@ def critical_bursts(
     sheddable_prompt_tokens: Tokens = 4_096,
     seed: int = 0,
 ) -> Iterator[Arrival]:
-    """Sheddable requests at a constant `sheddable_rate` per second (Poisson), with bursts of critical requests.
+    """Yields sheddable requests at a constant `sheddable_rate` per second (Poisson), with bursts of critical requests.
 
     Critical requests come at `rate` in the last `burst_s` of each `period_s`. Prompts share nothing. Raises TraceError.
     """
@@ -90,7 +90,7 @@ def critical_and_flood(
     flood_output_tokens: Tokens = 512,
     seed: int = 0,
 ) -> Iterator[Arrival]:
-    """A critical request every `every_s`, and `flood` sheddable requests at one moment.
+    """Yields a critical request every `every_s`, and `flood` sheddable requests at one moment.
 
     Critical requests begin at `critical_from_s` and the flood at `flood_from_s`; critical requests end `both_s` after
     the later of the two times. Their tenant is `before` until that time, `first` for the next `first_s`, and `after`

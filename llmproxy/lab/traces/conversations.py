@@ -44,7 +44,7 @@ def interactive_chat(
     block_tokens: BlockTokens = 16,
     seed: int = 0,
 ) -> Iterator[Arrival]:
-    """Interactive chat of inference-perf's catalogue: users read each answer before they reply.
+    """Yields the interactive chat of inference-perf's catalogue: users read each answer before they reply.
 
     A dialogue begins with a shared prompt and its own context (log-normal, mean `context_tokens`). After each answer
     the user thinks for a log-normal time (mean `think_s`, 5 to 300 s). Dialogues begin as a Poisson process with the
@@ -80,7 +80,7 @@ def agent_loops(
     block_tokens: BlockTokens = 128,
     seed: int = 0,
 ) -> Iterator[Arrival]:
-    """Code generation of inference-perf's catalogue: agents in closed loops.
+    """Yields the code generation of inference-perf's catalogue: agents in closed loops.
 
     An agent sends its next request `think_s` after an answer, and has `conversations` one after the other. It stops
     after a request without an answer. `concurrency` agents start evenly over `ramp_s`.

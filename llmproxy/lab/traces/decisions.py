@@ -1,9 +1,9 @@
-"""Decision logs of the proxy as traces, to replay real traffic against another policy.
+"""Decision logs of the proxy as traces, to replay real traffic under another policy.
 
 A log has a line for each ended request, in the order of the ends, and a header at each start of the proxy. Times in the
 log count from the last header; times of arrivals count from the first arrival of the file. Recorded decisions are
-ignored. A request whose answer has no known length gets the mean length of its model's answers, and is marked as
-guessed. A request without a tenant has its flow as tenant.
+ignored. A request whose answer has no known length gets its model's mean length, and is marked as guessed. A request
+without a tenant has its flow as tenant.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Lines = Callable[[], Iterator[tuple[int, str]]]
 
 
 def is_log(first: str) -> bool:
-    """Whether a file that begins with this line is a decision log."""
+    """Returns whether a file that begins with the line `first` is a decision log."""
     try:
         given = object_of(first)
     except LineError:
@@ -39,7 +39,7 @@ def is_log(first: str) -> bool:
 def arrivals(path: Path, lines: Lines) -> Iterator[Arrival]:
     """Yields the arrivals in a log in the order of their times. Raises TraceError as `FILE:LINE: reason`.
 
-    The file is read twice. The first pass finds the lengths of answers, and how far lines are out of order. So the
+    The log is read twice. The first pass finds the lengths of answers, and how far lines are out of order. So the
     second pass has in memory only the arrivals within the duration of the longest request.
     """
     found = _FirstPass()
@@ -53,8 +53,8 @@ def arrivals(path: Path, lines: Lines) -> Iterator[Arrival]:
 
 @dataclass(slots=True)
 class _FirstPass:
-    """The results of the first pass over a log. No request arrived more than `late_s` before a request on an earlier
-    line.
+    """The results of the first pass over a log. No request arrived more than `late_s` before a request on an
+    earlier line.
     """
 
     count: int = 0

@@ -22,13 +22,13 @@ BOM = b"\xef\xbb\xbf"
 
 
 def open_trace(path: Path) -> Trace:
-    """Returns the trace in a file, gzipped or not. The first line of the file shows its format.
+    """Returns the trace in a file, gzipped or not. The first line shows its format.
 
-    Only the first line is read here. `Trace.arrivals` reads the file again at each call, with one line in memory. A
-    decision log is not in the order of arrival, so all requests that ended during the longest request are in memory.
-    `Trace.arrivals` raises TraceError as `FILE:LINE: reason` for an invalid line.
+    `Trace.arrivals` reads the file at each call, with one line in memory. A decision log is not in the order of
+    arrival, so all requests that ended during the longest request are in memory.
 
-    Raises TraceError for a file that cannot be read, is empty, or has an unknown format.
+    Raises TraceError for a file that cannot be read, is empty, or has an unknown format. `Trace.arrivals` raises
+    TraceError as `FILE:LINE: reason` for an invalid line.
     """
     if path.exists() and not path.is_dir() and not path.is_file():
         raise TraceError(f"{path}: not a regular file; a trace is read once per run, so save it to a file first")
@@ -47,7 +47,7 @@ def _name(path: Path) -> str:
 
 
 def _begin(path: Path, lines: Iterator[tuple[int, str]]) -> tuple[tuple[int, str], Layout]:
-    """Returns the first line that is not empty, and the layout of its file."""
+    """Returns the first nonempty line, and the layout of its file."""
     for number, line in lines:
         try:
             return (number, line), recognise(line)
@@ -80,7 +80,7 @@ def _read(path: Path) -> Iterator[Arrival]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yields the lines that are not empty, with their numbers. Raises TraceError for bytes that are no text."""
+    """Yields (number, line) of each nonempty line. Raises TraceError for bytes that are no text."""
     number = 0
     try:
         with path.open("rb") as raw:

@@ -51,8 +51,7 @@ class LineError(Exception):
 class Layout:
     """Parses the lines of one file. With `header`, the first line is no request.
 
-    `parse` raises LineError. A layout may store the time of the first request, so each reading of a file needs a new
-    layout.
+    `parse` raises LineError. It may store the time of the first request, so each reading of a file needs a new layout.
     """
 
     parse: Callable[[str], Arrival]
@@ -107,7 +106,7 @@ def _own(block_tokens: int, line: str) -> Arrival:
 
 
 def optionals_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns field of `Arrival` -> value, for the optional keys."""
+    """Maps fields of `Arrival` to values, for the optional keys."""
     optional: dict[str, Any] = {}
     for key, value in given.items():
         if value is None:

@@ -43,13 +43,11 @@ def shared_system_prompts(
     block_tokens: BlockTokens = 16,
     seed: int = 0,
 ) -> Iterator[Arrival]:
-    """llm-d's b2b-saas benchmark at a constant rate (Poisson).
+    """Yields llm-d's b2b-saas benchmark at a constant rate (Poisson).
 
-    There are `prefixes` customers, and the `users` of each share a long system prompt. As in the published load
-    generator, each user has one question; the prefixes x users prompts are shuffled once and then sent again and again
-    in this order. If all fit the caches, every prompt after the first round is a hit. The tenant is the customer.
-
-    Raises TraceError.
+    The `users` of each of `prefixes` customers share a long system prompt. As in the published load generator, each
+    user has one question; the prefixes x users prompts are shuffled once and then sent again and again in this order.
+    If all fit the caches, every prompt after the first round is a hit. The tenant is the customer. Raises TraceError.
     """
     check(1, 10_000, all_users=prefixes * users)
     rng, ids = Random(seed), count()
@@ -79,7 +77,7 @@ def lora_zipf(
     drift_s: float = 0.0,
     seed: int = 0,
 ) -> Iterator[Arrival]:
-    """Requests for LoRA adapters of power-law popularity, as in S-LoRA with its defaults.
+    """Yields requests for LoRA adapters of power-law popularity, as in S-LoRA with its defaults.
 
     The i-th most popular adapter gets a share of requests in proportion to i^-alpha. The gaps between its requests have
     a Gamma distribution with the coefficient of variation `cv`. Lengths of prompts and answers are uniform in
@@ -123,7 +121,8 @@ def noisy_neighbour(
     sigma: Sigma = 0.8,
     seed: int = 0,
 ) -> Iterator[Arrival]:
-    """`tenants` with equal shares of `rate` requests per second (Poisson), and a burst of the tenant `noisy`.
+    """Yields `rate` requests per second (Poisson), divided equally among `tenants`, and a burst from the tenant
+    `noisy`.
 
     From `start_s` to `end_s`, `noisy` sends `factor` times as many requests, with ramps of `ramp_s`. Lengths are
     log-normal with the given means, and prompts share nothing. Raises TraceError.
@@ -158,7 +157,7 @@ def priority_mix(
     block_tokens: BlockTokens = 16,
     seed: int = 0,
 ) -> Iterator[Arrival]:
-    """llm-d-benchmark's mix of bands: 20 % critical, 60 % default, 20 % sheddable, otherwise equal (Poisson).
+    """Yields llm-d-benchmark's mix of bands: 20 % critical, 60 % default, 20 % sheddable, otherwise equal (Poisson).
 
     All prompts are identical, as published. The length of answers is published, and the length of prompts is not. If
     `shared_tokens` is less than `prompt_tokens`, the rest of each prompt is its own. Raises TraceError.
@@ -189,7 +188,7 @@ def step_bursts(
     sigma: Sigma = 0.9,
     seed: int = 0,
 ) -> Iterator[Arrival]:
-    """`rate` requests per second (Poisson), and `factor` times as many in the last `step_s` of each `period_s`.
+    """Yields `rate` requests per second (Poisson), and `factor` times as many in the last `step_s` of each `period_s`.
 
     Lengths are log-normal; the default means are from Azure's conversations of 2023. Prompts share nothing. Raises
     TraceError.
@@ -213,7 +212,7 @@ def rate_ramp(
     output_tokens: Tokens = 1_000,
     seed: int = 0,
 ) -> Iterator[Arrival]:
-    """The ramp of llm-d's published results of autoscaling (Poisson): the stages of `RAMP_RATES`.
+    """Yields the ramp of llm-d's published autoscaling results (Poisson): the stages of `RAMP_RATES`.
 
     Lengths are within a third of their means, and prompts share nothing.
     """
@@ -236,7 +235,7 @@ def day(
     output_tokens: Tokens = 1_000,
     seed: int = 0,
 ) -> Iterator[Arrival]:
-    """Days of `period_s` seconds (Poisson): the rate is `least` at the begin and end, and `most` in the middle.
+    """Yields days of `period_s` seconds (Poisson): the rate is `least` at the begin and end, and `most` in the middle.
 
     Lengths are within a third of their means, and prompts share nothing.
     """
@@ -265,7 +264,8 @@ def mixed_objectives(
     sigma: Sigma = 0.6,
     seed: int = 0,
 ) -> Iterator[Arrival]:
-    """A share `tight` of short prompts with a narrow latency objective among longer ones with a wide one (Poisson).
+    """Yields short prompts with a narrow latency objective (the share `tight`), and longer prompts with a wide one
+    (Poisson).
 
     Lengths are log-normal, with means of 800 prompt tokens (tight) or 2,400 (lax) and 110 output tokens. The tenant is
     the kind of request.
@@ -295,7 +295,7 @@ def mixed_lengths(
     sigma: Sigma = 0.6,
     seed: int = 0,
 ) -> Iterator[Arrival]:
-    """A share `long` of long prompts with short answers among short prompts with long answers (Poisson).
+    """Yields long prompts with short answers (the share `long`), and short prompts with long answers (Poisson).
 
     Lengths are log-normal with these means, and prompts share nothing. The tenant is the kind of request.
     """

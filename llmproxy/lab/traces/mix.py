@@ -1,4 +1,4 @@
-"""Changes a trace: takes a part of its requests, or makes a tenant send more. Arrival times stay the same."""
+"""Changes a trace: keeps a part of its requests, or makes a tenant send more. Arrival times stay the same."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from random import Random
 from llmproxy.lab.traces.arrival import Arrival, Trace, in_time_order
 
 SPREAD_S = 10.0
-"""The additional requests of a louder tenant come within this time after the original request."""
+"""Longest delay of a louder tenant's additional request after the original request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """The changes of a trace, which are applied in the order of the fields. A closed loop counts as one request, with
-    the fields of its first request.
+    """The changes of a trace, in this order: each request of the tenant `loud` comes `factor` times; only requests of
+    the band `band` are kept; the requests of the tenant `without` are dropped; `level` puts all requests into one band.
 
-    Each request of the tenant `loud` comes `factor` times. Only requests of the band `band` are kept, and no requests
-    of the tenant `without`. `level` puts all requests into one band.
+    A closed loop counts as one request, with the fields of its first request.
     """
 
     loud: str | None = None

@@ -15,12 +15,14 @@ from llmproxy.lab.traces.formats import BLOCK_TOKENS_MAX, LENGTH_TOKENS_MAX, TIM
 class Text:
     """A text that only grows, such as a dialogue, and the ids of its blocks.
 
-    A text may begin with another text, and then shares the full blocks that the other text has at that moment. All
-    further blocks get new ids from `ids`. A partial block keeps its id while it grows.
+    A text that begins with another one shares the full blocks that the other has at that moment. All further blocks get
+    new ids from `ids`. A partial block keeps its id while it grows.
     """
 
     def __init__(self, ids: Iterator[int], block_tokens: int, tokens: int, beginning: Text | None = None) -> None:
-        """`tokens` is the text's own length, after `beginning`."""
+        """Args:
+        tokens: The text's own length, after `beginning`.
+        """
         self._ids = ids
         self._block_tokens = block_tokens
         self.tokens: int = beginning.tokens if beginning else 0
@@ -67,7 +69,7 @@ class LogNormal:
 
 
 def gamma_times(rng: Random, rate: float, cv: float, until_s: float) -> Iterator[float]:
-    """Yields times below `until_s` with Gamma gaps of the coefficient of variation `cv`; 1 is Poisson."""
+    """Yields times below `until_s` with Gamma-distributed gaps; 1 as coefficient of variation `cv` is Poisson."""
     shape = 1 / cv**2
     at_s = rng.gammavariate(shape, 1 / (rate * shape))
     while at_s < until_s:
@@ -80,7 +82,9 @@ def poisson_times(rng: Random, rate: float, until_s: float) -> Iterator[float]:
 
 
 def varying_times(rng: Random, rate_at: Callable[[float], float], rate_max: float, until_s: float) -> Iterator[float]:
-    """Yields the times of a Poisson process with a varying rate of at most `rate_max`, by thinning (Lewis, Shedler)."""
+    """Yields the times of a Poisson process with the rate `rate_at`, at most `rate_max`, by thinning (Lewis,
+    Shedler).
+    """
     for at_s in poisson_times(rng, rate_max, until_s):
         if rng.random() * rate_max < rate_at(at_s):
             yield at_s

@@ -28,7 +28,7 @@ class Survey:
 
 
 def survey(trace: Trace) -> Survey:
-    """Read all of `trace`, so that errors show before a run.
+    """Reads all of `trace`, so that errors show before a run.
 
     Raises TraceError, also for a trace without requests, with more than 10,000 adapters or with more than 100 bands.
     """

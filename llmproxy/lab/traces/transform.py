@@ -15,7 +15,7 @@ OFFSET_MAX_S = 60.0
 
 
 def scaled(trace: Trace, rate_scale: float) -> Trace:
-    """Returns the trace with all arrival times divided by `rate_scale`. Think times stay the same."""
+    """Divides all arrival times by `rate_scale`. Think times stay the same."""
     if not 0 < rate_scale < float("inf"):
         raise TraceError(f"rate scale is {rate_scale:g}; should be above 0")
 
@@ -27,7 +27,7 @@ def scaled(trace: Trace, rate_scale: float) -> Trace:
 
 
 def replicated(trace: Trace, copies: int, seed: int, shared: int = 1) -> Trace:
-    """Returns `copies` of a trace at the same time: more requests with different text. The requests of a session keep
+    """Sends `copies` of a trace at the same time: more requests with different text. The requests of a session keep
     their intervals.
 
     Each copy except the first is delayed by a random 0 to 60 s and has other block ids and sessions. All copies share
@@ -78,9 +78,7 @@ def _copied(arrival: Arrival, at_s: float, copy: int, copies: int, shared: int) 
 
 
 def _at(arrival: Arrival, at_s: float) -> Arrival:
-    """Returns the arrival at another time. The times of later requests of its closed loop are moved by the same
-    amount.
-    """
+    """Moves an arrival, and the later requests of its closed loop, so that it comes at `at_s`."""
     if at_s == arrival.at_s:
         return arrival
     if arrival.then is None:

@@ -1,8 +1,7 @@
 """The LoRA adapters of one engine: in the batch, in GPU slots, in host memory and on disk.
 
-vLLM computes at most `max_loras` adapters in one batch. It has as many GPU slots and `max_cpu_loras` adapters in host
-memory; both evict the least recently used adapter. Loading an adapter is a copy from host memory, or on first use a
-read from disk.
+vLLM computes at most `max_loras` adapters in a batch. It has as many GPU slots, and `max_cpu_loras` adapters in host
+memory; both evict the least recently used adapter. An adapter is copied from host memory, or first read from disk.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ class AdapterSlots:
         return tuple(self._users)
 
     def fits(self, adapter: str | None) -> bool:
-        """Whether a request of `adapter` may join the batch."""
+        """Returns whether a request of `adapter` may join the batch."""
         return adapter is None or adapter in self._users or len(self._users) < self._limit
 
     def enter(self, adapter: str | None) -> float:
-        """Add a request that `fits` to the batch. Returns the seconds for loading its adapter."""
+        """Adds a request that `fits` to the batch. Returns the seconds for loading its adapter."""
         if adapter is None:
             return 0.0
         self._users[adapter] = self._users.get(adapter, 0) + 1
@@ -53,7 +52,7 @@ class AdapterSlots:
         return load_s
 
     def leave(self, adapter: str | None) -> None:
-        """Remove a request from the batch. Its adapter stays in its slot until another adapter needs the slot."""
+        """Removes a request from the batch. Its adapter stays in its slot until another adapter needs the slot."""
         if adapter is None:
             return
         self._users[adapter] -= 1

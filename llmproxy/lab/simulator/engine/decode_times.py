@@ -21,7 +21,7 @@ class DecodeTimes:
         return steps * (self.first_s + self.growth_s * (steps - 1) / 2)
 
     def steps_within(self, seconds: float, most: int) -> int:
-        """Returns the number of steps, at most `most`, that have ended after `seconds`."""
+        """Returns the number of steps that end within `seconds`, at most `most`."""
         limit_s = max(seconds, 0.0) + _SAME_MOMENT_S
         # The positive root of `total_s(n) == limit_s`, in the numerically stable form that allows a growth of 0.
         half_s = self.first_s - self.growth_s / 2

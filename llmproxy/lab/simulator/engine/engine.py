@@ -37,7 +37,7 @@ from llmproxy.lab.simulator.engine.sequence_blocks import SequenceBlocks
 
 
 class Engine:
-    """An engine. Call `add` and `abort` at any time, and `step` while `busy`."""
+    """A vLLM engine. Call `add` and `abort` at any time, and `step` while `busy`."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class Engine:
 
     @property
     def kv_room_tokens(self) -> int:
-        """The longest sequence that can ever be computed."""
+        """The longest sequence, in tokens, that the engine can compute."""
         return (self._cache.blocks - 1) * self.block_size
 
     def cached_tokens(self, request: EngineRequest) -> int:
@@ -134,11 +134,11 @@ class Engine:
         return sequence.request.output_tokens - (sequence.last_step - self.counters.steps)
 
     def publish_kv_events(self) -> None:
-        """Report cached and evicted blocks with each step from now on."""
+        """Reports cached and evicted blocks with each step from now on."""
         self._cache.changes = Changes()
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request. Raises ValueError if it could never finish, or if its id is in use."""
+        """Queues a request. Raises ValueError if it could never finish, or if its id is in use."""
         if request.id in self._live:
             raise ValueError(f"request {request.id!r} is already in the engine")
         if request.prompt_tokens < 1 or request.output_tokens < 1:
@@ -154,7 +154,7 @@ class Engine:
         self._blocked = False
 
     def abort(self, request_id: str) -> bool:
-        """Remove a request at once. Returns False if it is not in the engine."""
+        """Removes a request at once. Returns False if it is not in the engine."""
         sequence = self._live.pop(request_id, None)
         if sequence is None:
             return False
@@ -173,7 +173,7 @@ class Engine:
     # --- KV of other engines ------------------------------------------------------------------------------------------
 
     def fetched(self, request_id: str, right: bool = True) -> None:
-        """End the transfer of a `remote` request. `right` is False if the blocks were reused before they were read."""
+        """Ends the transfer of a `remote` request. `right` is False if the blocks were reused before they were read."""
         if (abandoned := self._abandoned.pop(request_id, None)) is not None:
             self.kv.release(abandoned)
         else:
@@ -187,7 +187,7 @@ class Engine:
         self._blocked = False
 
     def not_fetched(self, request_id: str) -> None:
-        """Compute the prompt of a `remote` request here, because its KV is not available."""
+        """Computes the prompt of a `remote` request here, because its KV is not available."""
         sequence = self._abandoned.pop(request_id, None) or self._fetching.pop(request_id)
         self.kv.release(sequence)
         if request_id in self._live:
@@ -195,7 +195,7 @@ class Engine:
         self._blocked = False
 
     def release(self, request_id: str) -> bool:
-        """Free the blocks of an ended request that `pins`. Returns False if they are not pinned."""
+        """Frees the blocks of an ended request that `pins`. Returns False if they are not pinned."""
         sequence = self.kv.kept.pop(request_id, None)
         if sequence is None:
             return False
@@ -218,7 +218,7 @@ class Engine:
         )
 
     def step(self) -> StepResult:
-        """Do one step. Without work, it does nothing and takes no time."""
+        """Runs one step. Without work, does nothing and takes no time."""
         if not self.busy:
             return StepResult(0.0)
         # Without running requests a plan is void, unless it begins a transfer.
@@ -246,9 +246,9 @@ class Engine:
     # --- many steps at once -------------------------------------------------------------------------------------------
 
     def stable_steps(self) -> int:
-        """Returns the number of next steps that certainly only decode the current sequences.
+        """Returns how many next steps certainly only decode the current sequences.
 
-        Sequences may end with the last of these steps. If the number is 0, call `step` next.
+        Sequences may end with the last of these steps. If there are none, call `step` next.
         """
         nobody_waits = len(self._live) == len(self._running)
         planned = self._ahead is not None and (self._ahead.chunks or self._ahead.preempted or self._ahead.fetches)
@@ -259,7 +259,7 @@ class Engine:
         return ahead + self._decodes.steady_steps(self.counters.steps + ahead, self._cache.free)
 
     def stretch_s(self, steps: int) -> float:
-        """Returns the seconds of the next `steps` stable steps, without noise."""
+        """Returns the total seconds of the next `steps` stable steps, without noise."""
         return self._decode_times().total_s(steps)
 
     def steps_within(self, seconds: float) -> int:
@@ -267,7 +267,7 @@ class Engine:
         return self._decode_times().steps_within(seconds, self.stable_steps())
 
     def advance(self, steps: int) -> StepResult:
-        """Does several stable steps at once, with the same result as `step`.
+        """Runs several stable steps at once, with the same effect as `step`.
 
         The result's `duration_s` is without noise. Its `emitted` is empty, because every decoding request gets a token
         in every step; some requests may finish with the last step. Raises ValueError for more steps than are stable.
@@ -316,7 +316,7 @@ class Engine:
         return plan
 
     def _grow_decodes(self, plan: StepPlan) -> None:
-        """Give a block to each decode that needs one. Preempts the youngest requests while no block is free."""
+        """Gives a block to each decode that needs one. Preempts the youngest requests while no block is free."""
         for sequence in list(self._decodes.entering(plan.now)):
             if sequence.request.id not in self._running:
                 continue
@@ -327,13 +327,13 @@ class Engine:
                     break
 
     def _continue_prefill(self, plan: StepPlan) -> None:
-        """Compute the next chunk of an unfinished prompt."""
+        """Computes the next chunk of an unfinished prompt."""
         sequence = self._prefilling
         if sequence is not None and not self._prefill(sequence, plan):
             self._preempt(sequence, plan)
 
     def _admit(self, plan: StepPlan) -> None:
-        """Admit waiting requests whose adapter fits the batch, in order of arrival.
+        """Admits waiting requests whose adapter fits the batch, in order of arrival.
 
         A step that has preempted a request admits none.
         """
@@ -347,7 +347,7 @@ class Engine:
                 return
 
     def _enter(self, sequence: LiveSequence, plan: StepPlan) -> bool:
-        """Move a request from the queue into the batch, or begin the transfer of its KV.
+        """Moves a request from the queue into the batch, or begins the transfer of its KV.
 
         Returns False if the free blocks are too few.
         """
@@ -380,7 +380,7 @@ class Engine:
         return True
 
     def _prefill(self, sequence: LiveSequence, plan: StepPlan) -> bool:
-        """Compute as much of the prompt as the budget allows. The end of the prompt yields the first output token.
+        """Computes as much of the prompt as the budget allows. The end of the prompt yields the first output token.
 
         Returns False if the free blocks are too few.
         """
@@ -440,7 +440,7 @@ class Engine:
             self._decodes.remove(sequence)
 
     def _preempt(self, sequence: LiveSequence, plan: StepPlan) -> None:
-        """Move a sequence back to the head of the queue. All its tokens are computed again."""
+        """Moves a sequence back to the head of the queue. All its tokens are computed again."""
         if sequence.last_step:
             sequence.emitted = sequence.request.output_tokens - (sequence.last_step - plan.now + 1)
         self._stop(sequence)

@@ -1,9 +1,9 @@
-"""A model of the paged KV cache of vLLM V1: blocks, reference counts, chained hashes and LRU eviction.
+"""A model of vLLM V1's paged KV cache: blocks, reference counts, chained hashes and LRU eviction.
 
-The model follows vLLM V1's block pool. The first block is reserved (null block). Only full blocks are cached. A freed
-block keeps its content until its memory is needed. A request's blocks are freed tail first, so that the shared head of
-a prompt stays longest. An allocation first takes blocks without content, then the blocks that were freed longest ago.
-If several blocks have the same content, each request has its own copy, and the oldest copy serves new requests.
+The first block is reserved (null block). Only full blocks are cached. A freed block keeps its content until its memory
+is needed. A request's blocks are freed tail first, so that the shared head of a prompt stays longest. An allocation
+first takes blocks without content, then the blocks that were freed longest ago. If several blocks have the same
+content, each request has its own copy, and the oldest copy serves new requests.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Changes:
 class KvCache:
     """A cache of `blocks` blocks, including the null block.
 
-    Every call takes time proportional to its blocks, not to the size of the cache. `changes`, unless None, collects KV
-    events as vLLM publishes them: only the first copy of a block counts as stored, and only the last copy as removed.
-    `match` returns the same results as long as `version` is unchanged.
+    Each call takes time in proportion to its own blocks, not to the size of the cache. `changes`, unless None, collects
+    KV events as vLLM publishes them: only the first copy of a block counts as stored, and only the last copy as
+    removed. `match` returns the same result until `version` changes.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -70,12 +70,12 @@ class KvCache:
 
     @property
     def free(self) -> int:
-        """Number of blocks that can be allocated, including cached blocks without a holder."""
+        """The number of blocks that can be allocated, including cached blocks without a user."""
         return self.blocks - 1 - self._used
 
     @property
     def usage(self) -> float:
-        """Share of used blocks, 0..1, as vLLM publishes it."""
+        """The share of used blocks, 0..1, as vLLM publishes it."""
         return self._used / (self.blocks - 1)
 
     def match(self, hashes: Iterable[int]) -> list[int]:
@@ -84,11 +84,11 @@ class KvCache:
         return list(map(cached.__getitem__, takewhile(cached.__contains__, hashes)))
 
     def unused(self, blocks: Iterable[int]) -> int:
-        """Returns the number of cached `blocks` that no request uses. Sharing such blocks reduces the free blocks."""
+        """Returns how many of the cached `blocks` no request uses. Sharing such a block uses a free block."""
         return sum(map(self._freed.__contains__, blocks))
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Counts one more user of cached blocks."""
+        """Adds a user to cached blocks."""
         freed, holders = self._freed, self._holders
         free_before = len(freed)
         for block in blocks:
@@ -115,7 +115,7 @@ class KvCache:
         return taken + self._evict(count - len(taken)) if len(taken) < count else taken
 
     def store(self, blocks: Sequence[int], hashes: Sequence[int]) -> None:
-        """Mark blocks as full. Blocks beyond `hashes` have content that no other request can share."""
+        """Marks blocks as full. Blocks beyond `hashes` have content that no other request can share."""
         self.version += 1
         if self.changes is not None:
             new = [block_hash for block_hash in hashes if block_hash not in self._cached]
@@ -128,7 +128,7 @@ class KvCache:
                     self._copies.setdefault(block_hash, {})[block] = None
 
     def release(self, blocks: Sequence[int], hashes: Sequence[int], full: int) -> None:
-        """Counts one user less of `blocks`, in token order. The first `full` of them were stored with `hashes`."""
+        """Removes a user from `blocks`, in token order. The first `full` of them were stored with `hashes`."""
         self._empty += blocks[full:]
         contents = [*hashes[:full], *repeat(None, full - len(hashes))]
         freed, holders = self._freed, self._holders
@@ -141,7 +141,7 @@ class KvCache:
         self._used -= len(freed) - free_before + len(blocks) - full
 
     def _evict(self, count: int) -> list[int]:
-        """Evict the full blocks that were freed longest ago."""
+        """Evicts the full blocks that were freed longest ago."""
         self.version += 1
         freed, cached, copies = self._freed, self._cached, self._copies
         taken = []
@@ -160,7 +160,7 @@ class KvCache:
         return taken
 
     def _forget_copy(self, block: int, block_hash: int) -> None:
-        """Forget one of several blocks with the same content."""
+        """Forgets one of several blocks with the same content."""
         copies = self._copies[block_hash]
         if self._cached[block_hash] == block:
             self._cached[block_hash] = block = next(iter(copies))
@@ -169,7 +169,7 @@ class KvCache:
             del self._copies[block_hash]
 
     def _leave(self, block: int) -> None:
-        """Counts one user less of a block that has several users."""
+        """Removes a user from a block that has several."""
         if self._holders[block] == 2:
             del self._holders[block]
         else:

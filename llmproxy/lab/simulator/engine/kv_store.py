@@ -18,7 +18,7 @@ class KvStore(Protocol):
         """Returns the length of the longest stored prefix of `hashes`."""
 
     def save(self, hashes: Sequence[int]) -> None:
-        """Store computed blocks."""
+        """Stores computed blocks."""
 
 
 class SharedStore:

@@ -1,7 +1,7 @@
 """Transfers of a prompt's KV from the prefill engine to the decode engine: times and parameters.
 
-The fields and rules follow vLLM's NixlConnector, in which the decode engine pulls. The default numbers of `KvTransfer`
-are for Llama-8B over a network of 200 Gbit/s.
+Fields and rules follow vLLM's NixlConnector, in which the decode engine pulls. The defaults of `KvTransfer` are for
+Llama-8B over a network of 200 Gbit/s.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any, Literal
 class KvTransfer:
     """The times of a transfer, and the policy for failed transfers.
 
-    A transfer takes `latency_s` plus its bytes divided by `bytes_per_s`; the first transfer between two engines also
-    takes `handshake_s`. The prefill engine keeps the blocks for `lease_s`, and heartbeats of the decode engine extend
-    this time while its request waits. If the KV blocks are not available, the decode engine computes the prompt
-    (`recompute`) or fails the request. A lost engine is noticed after `lost_s` if it was connected before, otherwise
-    after `unreachable_s`.
+    A transfer takes `latency_s` plus its bytes divided by `bytes_per_s`; the first between two engines also takes
+    `handshake_s`. The prefill engine keeps the blocks for `lease_s`, and the decode engine's heartbeats extend this
+    time while its request waits. If the blocks are not available, the decode engine computes the prompt (`recompute`)
+    or fails the request. It notices a lost engine after `lost_s` if it was connected before, else after
+    `unreachable_s`.
     """
 
     bytes_per_token: int = 131_072
@@ -39,7 +39,7 @@ class KvTransfer:
         return tokens * self.bytes_per_token
 
     def transfer_s(self, tokens: int) -> float:
-        """Returns the transfer time of this many tokens."""
+        """Returns the transfer time of `tokens`."""
         return self.latency_s + self.bytes_of(tokens) / self.bytes_per_s
 
     @property
@@ -49,7 +49,7 @@ class KvTransfer:
 
     @property
     def extension_s(self) -> float:
-        """How long a heartbeat extends the lease of the blocks."""
+        """The time by which a heartbeat extends the lease of the blocks."""
         return self.lease_s * 2 / 3
 
 

@@ -41,10 +41,10 @@ class Profile:
     def step_s(
         self, decodes: int, decode_context_tokens: int, chunks: list[tuple[int, int]], adapters: bool = False
     ) -> float:
-        """Returns the seconds of one step.
+        """Returns the seconds of a step that decodes one token for each of `decodes` sequences and prefills `chunks`.
 
-        The step decodes one token for each of `decodes` sequences, with `decode_context_tokens` tokens of context in
-        total, and prefills `chunks`, each a (first, end) range of prompt positions.
+        `decode_context_tokens` is the total context of the decoded sequences. A chunk is a (first, end) range of prompt
+        positions.
         """
         prefill_tokens = sum(end - first for first, end in chunks)
         if not decodes and not prefill_tokens:
@@ -61,7 +61,7 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Noise of step times: log-normal with `sigma`, and occasional steps that take `slow_factor` times as long."""
+    """Noise of step times: log-normal with `sigma`, and rare steps that take `slow_factor` times as long."""
 
     sigma: float = 0.05
     slow_chance: float = 1 / 2000
@@ -79,7 +79,7 @@ class Noise:
     def stretch_factor(self, rng: random.Random, steps: int) -> float:
         """Returns a factor for the total time of the next `steps` steps.
 
-        It has the mean of `factor` and the variance of the average of `steps` factors.
+        Its mean is the mean of `factor`; its variance is the variance of an average over `steps` factors.
         """
         sigma = self.sigma / math.sqrt(steps)
         slow_share = self._slow_steps(rng, steps) / steps
@@ -127,7 +127,7 @@ PROFILES: Mapping[str, Profile] = MappingProxyType(
 
 
 def profile_named(name: str) -> Profile:
-    """Returns the profile with this name. Raises ValueError with the known names."""
+    """Returns the profile with this name. Raises ValueError, which lists the known names."""
     try:
         return PROFILES[name]
     except KeyError:

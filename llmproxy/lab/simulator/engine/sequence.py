@@ -1,4 +1,4 @@
-"""The requests of an engine: a sequence, the queue of waiting sequences, and the set of decoding sequences. Pure."""
+"""The requests of an engine: a sequence, the queue of waiting sequences, and the set of decoding sequences."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 class EngineRequest:
     """A sequence with a prompt of `prompt_tokens` (>= 1) and exactly `output_tokens` (>= 1) of output.
 
-    `hashes` are `kv_cache.block_hashes` of the prompt, and of the output as far as it is known; blocks without a hash
-    are never shared. `pins`: the blocks stay after the end until `Engine.release`. `remote`: the KV blocks of the
-    prompt are fetched from another engine, and `Engine.fetched` ends the transfer.
+    `hashes` are `kv_cache.block_hashes` of the prompt, and of the known output; blocks without a hash are never shared.
+    If it `pins`, the blocks stay after the end until `Engine.release`. If it is `remote`, the KV blocks of the prompt
+    are fetched from another engine, and `Engine.fetched` ends the transfer.
     """
 
     id: str
@@ -30,8 +30,8 @@ class LiveSequence:
     """A request in the engine. While it decodes, step `t` computes its token number `mark + t`, counted from 0.
 
     `order` is the position in the queue, smallest first. `computed` counts the computed tokens of the prefill,
-    `emitted` the output tokens before the prefill. The first `stored` of its `blocks` are full and cached. `fetch`: its
-    KV blocks must still be fetched from another engine. `wrong`: it got KV blocks of another prompt.
+    `emitted` the output tokens before the prefill. The first `stored` of its `blocks` are full and cached. With
+    `fetch`, its KV blocks must still be fetched from another engine. With `wrong`, it got KV blocks of another prompt.
     """
 
     request: EngineRequest
@@ -70,8 +70,8 @@ class StepPlan:
 class Waiting:
     """The waiting requests, in order of arrival. A queue per adapter finds requests with a fitting adapter at once.
 
-    `to_fetch` is the number of requests that still need KV of another engine. `fetched` requests have it and go first,
-    because they already hold blocks.
+    `to_fetch` counts requests that still need KV from another engine. `fetched` requests have it and go first, because
+    they already have blocks.
     """
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ class Waiting:
 
     @property
     def deferred(self) -> int:
-        """Number of waiting requests that were passed over because their adapter did not fit."""
+        """The number of waiting requests that were passed over because their adapter did not fit."""
         return len(self._passed_over)
 
 

@@ -1,4 +1,4 @@
-"""The KV blocks of sequences: allocation, filling, release, and pinning for another engine. Pure."""
+"""The KV blocks of sequences: allocation, filling, release, and pinning for another engine."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from llmproxy.lab.simulator.engine.sequence import EngineRequest, LiveSequence
 
 
 class SequenceBlocks:
-    """The KV blocks of all sequences; a block has `block_size` tokens. With a `store`, prompt blocks are also written
-    to it and loaded from it.
+    """The KV blocks of all sequences, of `block_size` tokens each. With a `store`, prompt blocks are also written to it
+    and loaded from it.
 
     `kept` has the ended requests whose blocks stay until another engine has read them. `wrong` has blocks that were
     read too late, and blocks computed from these. Requests that share a wrong block get a wrong answer, as in vLLM.
@@ -32,7 +32,7 @@ class SequenceBlocks:
         return self.cache.match(islice(request.hashes, (length - 1) // self.block_size))
 
     def take(self, sequence: LiveSequence) -> bool:
-        """Share the cached blocks, and allocate the rest. Returns False if the free blocks are too few."""
+        """Shares the cached blocks, and allocates the rest. Returns False if the free blocks are too few."""
         request, length = sequence.request, sequence.length
         hits = self.cached(request, length)
         missing = math.ceil(length / self.block_size) - len(hits)
@@ -46,7 +46,7 @@ class SequenceBlocks:
         return True
 
     def load(self, sequence: LiveSequence) -> int:
-        """Load blocks from the store beyond the cached ones. Returns their number of tokens."""
+        """Loads blocks from the store beyond the cached ones. Returns their number of tokens."""
         if self._store_of_all is None:
             return 0
         most = (sequence.length - 1) // self.block_size
@@ -58,7 +58,7 @@ class SequenceBlocks:
         return found * self.block_size
 
     def extend(self, sequence: LiveSequence, end: int) -> bool:
-        """Allocate blocks for the tokens up to `end`. Returns False if the free blocks are too few."""
+        """Allocates blocks for the tokens up to `end`. Returns False if the free blocks are too few."""
         blocks = self._allocate(math.ceil(end / self.block_size) - len(sequence.blocks))
         if blocks is None:
             return False
@@ -66,7 +66,7 @@ class SequenceBlocks:
         return True
 
     def grow(self, sequence: LiveSequence, now: int) -> bool:
-        """Allocate the next block of a decode that has filled its last block. Returns False if none is free."""
+        """Allocates the next block of a decode that has filled its last block. Returns False if none is free."""
         blocks = self._allocate(1)
         if blocks is None:
             return False
@@ -75,7 +75,7 @@ class SequenceBlocks:
         return True
 
     def fill(self, sequence: LiveSequence, computed: int) -> None:
-        """Cache the blocks that `computed` tokens have filled."""
+        """Caches the blocks that `computed` tokens have filled."""
         full = computed // self.block_size
         request, new = sequence.request, slice(sequence.stored, full)
         self.cache.store(sequence.blocks[new], request.hashes[new])

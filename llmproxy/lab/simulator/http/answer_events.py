@@ -17,7 +17,7 @@ from llmproxy.lab.simulator.server.requests import (
 
 
 class ResponsesAnswer(AnswerWriter):
-    """`/v1/responses`. Its stream begins at acceptance, before any token, and has no end mark."""
+    """Writes `/v1/responses`. Its stream begins at acceptance, before any token, and has no end mark."""
 
     parse = staticmethod(responses_request)
 
@@ -30,7 +30,7 @@ class ResponsesAnswer(AnswerWriter):
         self.id = generation.body.get("request_id", f"resp_{secrets.token_hex(8)}")
 
     def prologue(self) -> list[bytes]:
-        """Returns the two first events, which have the response without output."""
+        """Returns the two first events, with the response without output."""
         body = self._body("in_progress", [], None)
         return [self._event("response.created", response=body), self._event("response.in_progress", response=body)]
 
@@ -114,7 +114,7 @@ class ResponsesAnswer(AnswerWriter):
 
 
 class MessagesAnswer(AnswerWriter):
-    """`/v1/messages`, Anthropic's dialect."""
+    """Writes `/v1/messages`, Anthropic's dialect."""
 
     parse = staticmethod(messages_request)
 

@@ -31,9 +31,7 @@ KEEP_ALIVE = b": keep-alive\n\n"
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Values that are fixed when a request is accepted: its id without prefix, the Unix time, and whether usage has
-    details.
-    """
+    """Values fixed when a request is accepted: its id without prefix, the Unix time, and whether usage has details."""
 
     id: str
     created: int

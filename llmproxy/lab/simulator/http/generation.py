@@ -51,7 +51,7 @@ def headers_of(
 async def generate(
     service: Service, request: web.BaseRequest, writer_type: AnswerWriterType, body: Body
 ) -> web.StreamResponse:
-    """Answer a request. Raises ApiError. Cancellation, after a client has disconnected, aborts its sequences."""
+    """Answers a request. Raises ApiError. Cancellation, after a client has disconnected, aborts its sequences."""
     try:
         if writer_type is ResponsesAnswer:
             body = service.continued(body)
@@ -82,7 +82,7 @@ async def generate(
 
 @dataclass(slots=True)
 class _Sent:
-    """Progress of a choice: tokens seen, and tokens whose text was sent."""
+    """The progress of a choice: tokens seen, and tokens whose text was sent."""
 
     seed: int
     tokens: int = 0
@@ -109,7 +109,7 @@ class _Exchange:
         self.sent = [_Sent(seed_of(prompt, model, choice)) for prompt in self.generation.prompts for choice in choices]
 
     async def whole(self) -> web.StreamResponse:
-        """Send the whole answer at its end."""
+        """Sends the whole answer at its end."""
         if self.service.faults.hits(FaultKind.STREAM_ERROR_FIRST):
             raise engine_dead()
         self._submit()
@@ -128,7 +128,7 @@ class _Exchange:
         return response
 
     async def stream(self) -> web.StreamResponse:
-        """Send the head at acceptance, then events for tokens. An error becomes an event."""
+        """Sends the head at acceptance, then events for tokens. An error becomes an event."""
         response = web.StreamResponse(headers=headers_of(self.service, self.request, STREAM_TYPE))
         await self._prepare(response)
         if self.service.faults.hits(FaultKind.STREAM_ERROR_FIRST):
@@ -155,7 +155,7 @@ class _Exchange:
             self.service.faults.die()
 
     async def _wait_for_tokens(self, response: web.StreamResponse) -> None:
-        """Wait for tokens, and send keep-alive comments meanwhile if they are enabled."""
+        """Waits for tokens, and sends keep-alive comments meanwhile if they are enabled."""
         pause_s = self.service.options.sse_keep_alive_s
         while True:
             try:
@@ -234,7 +234,7 @@ class _Exchange:
             await self._reset()
 
     async def _reset(self) -> None:
-        """Reset the connection (RST), after a pause: a reset discards bytes that have not arrived yet."""
+        """Resets the connection (RST), after a pause: a reset discards bytes that have not arrived yet."""
         await asyncio.sleep(0.02)
         transport = self.request.transport
         if transport is not None:
@@ -252,5 +252,5 @@ def _text(sent: _Sent, progress: SequenceProgress, first: int) -> str:
 
 
 async def _until_cancelled() -> None:
-    """Wait for the server to cancel this handler of a lost connection. Any other end would be logged as a bug."""
+    """Waits for the server to cancel this handler of a lost connection. Any other end would be logged as a bug."""
     await asyncio.Event().wait()

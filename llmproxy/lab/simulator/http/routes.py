@@ -70,7 +70,7 @@ class Routes:
             self._routes[nixl.PATH] = {"POST": self._kv_transfer}
 
     async def answer(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
-        """Answer a request with this body. Every error becomes a response."""
+        """Answers a request with this body. Every error becomes a response."""
         path = request.path
         handler_path, response = "none", None
         try:
@@ -87,7 +87,7 @@ class Routes:
         return response
 
     def _find(self, path: str) -> tuple[str, dict[str, Handler]]:
-        """Returns the path as a metric label, and its handlers by method; no handlers for an unknown path."""
+        """Returns the path as a metric label, and its handlers, keyed by method; no handlers for an unknown path."""
         if path in self._routes:
             return path, self._routes[path]
         if path.startswith(_RESPONSES):
@@ -204,7 +204,7 @@ class Routes:
         return self._plain(request, page, "text/plain; version=1.0.0; charset=utf-8")
 
     async def _metrics_app(self, request: web.BaseRequest, _: bytes) -> web.StreamResponse:
-        """The second metrics handler of vLLM, which filters by `name[]`, supports OpenMetrics and compresses."""
+        """Serves vLLM's second metrics page, which filters by `name[]`, supports OpenMetrics and compresses."""
         registry = self._service.metrics.registry
         accept = request.headers.get("accept", "")
         names = request.query.getall("name[]", [])
@@ -220,7 +220,9 @@ class Routes:
         return response
 
     async def _fault(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
-        """Not in vLLM: `{"kind": ..., "factor": 10, ...}` sets a fault as `FaultSwitch.set`; kind null clears it."""
+        """Sets a fault, a route that vLLM does not have: `{"kind": ..., "factor": 10, ...}` as `FaultSwitch.set`; kind
+        null clears it.
+        """
         fields = parse_object(body, "application/json")
         kind = fields.get("kind")
         if kind is not None and kind not in list(FaultKind):
@@ -253,7 +255,7 @@ class Routes:
         return self._json(request, {"kind": kind})
 
     async def _kv_transfer(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
-        """Another replica announces that it fetches KV blocks from this replica. vLLM has no such route."""
+        """Handles another replica's notice about a KV transfer. vLLM has no such route."""
         connector = self._service.nixl
         if connector is None or self._service.faults.kind is FaultKind.ENGINE_DEAD:
             raise engine_dead()

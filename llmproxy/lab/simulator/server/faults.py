@@ -1,4 +1,4 @@
-"""The ways in which a replica can be broken on purpose, each as a real vLLM was seen to break."""
+"""Faults that a replica can inject, each as a real vLLM was seen to fail."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class FaultKind(StrEnum):
 
 
 DYING_S = 0.05
-"""vLLM's API server notices after about so long that its engine is dead, and ends."""
+"""Time after which vLLM's API server notices that its engine is dead, and ends."""
 PORT_CLOSING = frozenset({FaultKind.HANG, FaultKind.REFUSE})
 
 
 class FaultSwitch:
-    """The present fault of a replica, if any. `changed` is called with every new fault, and with None at its end."""
+    """The present fault of a replica, if any. `changed` is called with each new fault, and with None at its end."""
 
     def __init__(self, changed: Callable[[FaultKind | None], None]) -> None:
         self.kind: FaultKind | None = None
@@ -89,14 +89,14 @@ class FaultSwitch:
         self._changed(self.kind)
 
     def clear(self) -> None:
-        """Switch the fault off. Raises RuntimeError if only a restart helps."""
+        """Ends the fault. Raises RuntimeError if only a restart helps."""
         if self.kind in PORT_CLOSING:
             raise RuntimeError(f"the fault {self.kind} has closed the port; restart the replica instead")
         self.kind = None
         self._changed(None)
 
     def hits(self, kind: FaultKind) -> bool:
-        """Whether the fault `kind` hits this request. A hit counts against `times` of the fault."""
+        """Returns whether the fault `kind` hits this request. A hit counts against the fault's `times`."""
         if self.kind is not kind:
             return False
         if kind is FaultKind.ERROR_RATE:
@@ -111,16 +111,16 @@ class FaultSwitch:
         return True
 
     def hit_by(self, body: bytes) -> bool:
-        """Returns whether the fault makes the engine die of a request with this body."""
+        """Returns whether the engine dies of a request with this body."""
         return self.kind is FaultKind.DIES_OF and self._word in body
 
     def die(self) -> None:
-        """The engine is dead, and the process ends soon."""
+        """Marks the engine as dead, and ends the process soon."""
         if self.kind is not FaultKind.ENGINE_DEAD and self.kind not in PORT_CLOSING:
             self.set(FaultKind.ENGINE_DEAD)
             self._dying = asyncio.get_running_loop().call_later(DYING_S, self.set, FaultKind.REFUSE)
 
     def close(self) -> None:
-        """Ends the switch with the replica: later changes of the fault are ignored."""
+        """Ignores later changes of the fault, because the replica has ended."""
         if self._dying is not None:
             self._dying.cancel()

@@ -94,7 +94,10 @@ class ReplicaMetrics:
     """The metrics of a replica. `registry` renders them."""
 
     def __init__(self, model: str, max_loras: int, cache: dict[str, str], nixl: bool = False) -> None:
-        """`cache` has the labels of `vllm:cache_config_info`. `nixl` adds the families of the NIXL connector."""
+        """Args:
+        cache: The labels of `vllm:cache_config_info`.
+        nixl: Whether to add the families of the NIXL connector.
+        """
         self.registry = CollectorRegistry(auto_describe=True)
         self.requests: Counter[tuple[str, str, str]] = Counter()
         self.rejections = 0
@@ -129,7 +132,7 @@ class ReplicaMetrics:
                 self._lora_series.popitem(last=False)
 
     def step(self, result: StepResult, took_s: float, further_tokens: int) -> None:
-        """Count a step. `further_tokens` are its tokens other than first tokens of a sequence."""
+        """Counts a step. `further_tokens` are its tokens, without the first tokens of sequences."""
         self._histograms["iteration_tokens_total"].observe(result.prefill_tokens + result.decode_tokens)
         if further_tokens:
             self._histograms["inter_token_latency_seconds"].observe(took_s, further_tokens)
@@ -148,7 +151,7 @@ class ReplicaMetrics:
         first_s: float,
         now_s: float,
     ) -> None:
-        """Count a finished sequence. Aborted sequences are not counted, as in vLLM."""
+        """Counts a finished sequence. Aborted sequences are not counted, as in vLLM."""
         self._finished[reason] += 1
         observed = {
             "request_prompt_tokens": sequence.prompt_tokens,

@@ -1,8 +1,8 @@
 """KV transfers between replicas as in vLLM's NixlConnector: leases, reads, heartbeats and failures.
 
-The decode replica fetches the blocks. It sends notices to the HTTP port of the prefill replica: `HANDSHAKE` before its
-first transfer, `HEARTBEAT` while its request waits, and `DONE` when it does not need the blocks any more, whether or
-not it has read them.
+The decode replica fetches the blocks, and sends notices to the prefill replica's HTTP port: `HANDSHAKE` before its
+first transfer, `HEARTBEAT` while its request waits, and `DONE` when it no longer needs the blocks, whether or not it
+has read them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Notice(StrEnum):
 
 
 class KvLoadError(ApiError):
-    """The KV of a request is not available, and the policy is to fail. As in vLLM, the message does not mention KV."""
+    """A request's KV is not available, and the policy is to fail. As in vLLM, the message does not mention KV."""
 
     def __init__(self) -> None:
         super().__init__(500, "Internal server error", "InternalServerError")
@@ -42,18 +42,16 @@ class KvLoadError(ApiError):
 
 @dataclass(slots=True, eq=False)
 class _Fetch:
-    """A sequence whose KV blocks are at another replica. `params` is None if malformed. `began`: whether the transfer
-    has begun.
-    """
+    """A sequence whose KV blocks are on another replica."""
 
     job: GenerationJob
-    params: TransferParams | None
+    params: TransferParams | None  # None if they are malformed.
     heartbeats: asyncio.Task[None] | None = None
-    began: bool = False
+    began: bool = False  # Whether the transfer has begun.
 
 
 class NixlConnector:
-    """The KV connector of a replica: it keeps blocks for other replicas, and fetches blocks from them.
+    """The KV connector of a replica. It keeps blocks for other replicas, and fetches blocks from them.
 
     All times are divided by `speed`.
     """
@@ -76,11 +74,11 @@ class NixlConnector:
         pacer.on_fetch, pacer.on_finished, pacer.on_abort = self._begin, self._lease, self._give_up
 
     def open(self, host: str, port: int) -> None:
-        """Set the address that other replicas get."""
+        """Sets the address for other replicas."""
         self._address = "localhost" if host in ("0.0.0.0", "::", "") else host, port
 
     async def close(self) -> None:
-        """Release all blocks, and end all transfers and notices."""
+        """Releases all blocks, and ends all transfers and notices."""
         for handle in self._leases.values():
             handle.cancel()
         for task in self._tasks:
@@ -94,7 +92,7 @@ class NixlConnector:
     def params_of(self, job: GenerationJob) -> dict[str, Any] | None:
         """Returns the `kv_transfer_params` of a job's answer.
 
-        The parameters name only the first sequence. The blocks of other sequences stay until their leases expire.
+        They name only the first sequence. The blocks of other sequences stay until their leases expire.
         """
         sequence = job.sequences[0]
         kept = self._engine.kv.kept.get(sequence.id)
@@ -105,7 +103,7 @@ class NixlConnector:
         return TransferParams(blocks, self.engine_id, sequence.id, host, port, sequence.prompt_tokens, cached).body()
 
     def handle_notice(self, notice: Notice, engine_id: str, request_id: str) -> bool:
-        """Handle a notice of another replica. Returns whether the request's blocks were still leased."""
+        """Handles a notice from another replica. Returns whether the request's blocks were still leased."""
         if engine_id != self.engine_id:
             raise ApiError(404, f"the engine {engine_id} is not here", "NotFoundError")
         kept = request_id in self._leases
@@ -142,8 +140,8 @@ class NixlConnector:
     # --- KV of others -------------------------------------------------------------------------------------------------
 
     def submit(self, job: GenerationJob) -> None:
-        """Records a job that enters the engine. From now on, heartbeats extend the leases of the blocks that its
-        sequences will fetch.
+        """Records a job that enters the engine. From now on, heartbeats extend the leases of the blocks that it will
+        fetch.
         """
         for sequence in job.sequences:
             if sequence.remote:
@@ -152,12 +150,12 @@ class NixlConnector:
                     fetch.heartbeats = self._spawn(self._heartbeats(fetch.params))
 
     def reject(self, params: object) -> None:
-        """Send `DONE` for a refused request, so that the prefill replica frees its blocks."""
+        """Sends `DONE` for a refused request, so that the prefill replica frees its blocks."""
         if isinstance(params, Mapping) and params.get("do_remote_prefill") and (readable := _readable(params)):
             self._spawn(self._done(readable))
 
     def _begin(self, request_id: str, lacking_tokens: int) -> None:
-        """Begin the transfer of a sequence, for which the engine has allocated blocks."""
+        """Begins the transfer of a sequence, for which the engine has allocated blocks."""
         fetch = self._fetches[request_id]
         fetch.began = True
         if fetch.params is not None:
@@ -167,7 +165,7 @@ class NixlConnector:
         # As in vLLM: with incomplete parameters the request hangs, and aborting it crashes the engine.
 
     def _give_up(self, request_id: str) -> None:
-        """Aborts the wait of a sequence for its blocks. A transfer that has begun runs to its end."""
+        """Stops waiting for the blocks of a sequence. A transfer that has begun runs to its end."""
         fetch = self._fetches.get(request_id)
         if fetch is None:
             return
@@ -180,7 +178,7 @@ class NixlConnector:
             self._spawn(self._done(fetch.params))
 
     async def _transfer(self, request_id: str, fetch: _Fetch, params: TransferParams, tokens: int) -> None:
-        """Read the KV of a sequence, and resume the sequence."""
+        """Reads the KV of a sequence, and resumes the sequence."""
         started_s = asyncio.get_running_loop().time()
         address = params.remote_host, params.remote_port
         known = self._known.get(address) == params.remote_engine_id
@@ -225,7 +223,7 @@ class NixlConnector:
         await self._tell(params, Notice.DONE)
 
     async def _tell(self, params: TransferParams, notice: Notice) -> bool | None:
-        """Send a notice. Returns whether the request's blocks are still leased; None if its engine is unreachable."""
+        """Sends a notice. Returns whether the request's blocks are still leased; None if the engine is unreachable."""
         if self._client is None:
             # A reused connection may be closed at the same moment, which would look like a lost replica.
             connector = aiohttp.TCPConnector(force_close=True)
@@ -246,11 +244,11 @@ class NixlConnector:
         return task
 
     async def _until(self, started_s: float, seconds: float) -> None:
-        """Wait until `seconds` of model time have passed since `started_s`."""
+        """Waits until `seconds` of model time have passed since `started_s`."""
         await asyncio.sleep(max(started_s + self._s(seconds) - asyncio.get_running_loop().time(), 0.0))
 
     def _s(self, seconds: float) -> float:
-        """Returns real seconds for seconds of model time."""
+        """Converts seconds of model time to real seconds."""
         return seconds / self._speed
 
 

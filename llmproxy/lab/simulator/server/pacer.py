@@ -1,6 +1,4 @@
-"""Runs the engine in scaled real time: a task runs a step, waits for the duration of the step, and delivers its
-tokens.
-"""
+"""Runs the engine in scaled real time: a task runs a step, waits for its duration, and delivers its tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ _LAG_MAX_S = 0.05
 
 @dataclass(slots=True)
 class SequenceProgress:
-    """The progress of a sequence of a job. `wrong`: the sequence was computed from KV blocks of another prompt."""
+    """The progress of a sequence. `wrong`: it was computed from KV blocks of another prompt."""
 
     tokens: int = 0
     cached_tokens: int = 0
@@ -32,21 +30,16 @@ class SequenceProgress:
 
 @dataclass(slots=True, eq=False)
 class GenerationJob:
-    """The sequences of an HTTP request, and the reason for which each will end (`length`, `stop`).
-
-    `each_token`: whether the request handler is notified of every token, or only of the end. `remote_cached_tokens`:
-    cached prompt tokens at the replica that computed the prompt. `error` is set when the engine has died, or when the
-    KV blocks of the job are not available.
-    """
+    """The sequences of an HTTP request, and the reason for which each will end (`length`, `stop`)."""
 
     sequences: Sequence[EngineRequest]
     reasons: Sequence[str]
-    each_token: bool
+    each_token: bool  # Whether the request handler is notified of every token, or only of the end.
     arrived_s: float
     kv_transfer_params: Mapping[str, Any] = field(default_factory=dict)
-    remote_cached_tokens: int | None = None
+    remote_cached_tokens: int | None = None  # Cached prompt tokens on the prefill replica.
     progress: list[SequenceProgress] = field(init=False)
-    error: ApiError | None = None
+    error: ApiError | None = None  # Set when the engine has died, or when the job's KV blocks are not available.
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -64,7 +57,7 @@ class GenerationJob:
         self._news.set()
 
     async def wait(self) -> None:
-        """Wait until there are tokens (with `each_token`), the end, or an error."""
+        """Waits until there are tokens (with `each_token`), the end, or an error."""
         await self._news.wait()
         self._news.clear()
 
@@ -95,7 +88,7 @@ class Pacer:
         self.wake()
 
     def wake(self) -> None:
-        """Wake `run`, because the engine may have work or changed gauges."""
+        """Wakes `run`, because the engine may have work or changed gauges."""
         self._work.set()
 
     def drop(self, job: GenerationJob) -> None:
@@ -113,7 +106,7 @@ class Pacer:
             self._thawed.set()
 
     def fail(self, error: ApiError, jobs: Iterable[GenerationJob] | None = None) -> None:
-        """End these jobs with an error; None: all jobs."""
+        """Ends these jobs with an error; None: all jobs."""
         for job in {id(job): job for job, _ in self._jobs.values()}.values() if jobs is None else jobs:
             job.error = error
             self.drop(job)
@@ -154,8 +147,8 @@ class Pacer:
             self.metrics.publish(gauges, counters)
 
     def _hand_out(self, emitted: Sequence[str], finished: Sequence[str], now_s: float) -> int:
-        """Delivers all emitted tokens to their jobs without yielding to the event loop. Returns the number of first
-        tokens.
+        """Delivers all emitted tokens to their jobs without yielding to the event loop. Returns how many are
+        first tokens.
         """
         firsts = 0
         for request_id in emitted:

@@ -1,4 +1,4 @@
-"""Validation of request bodies with the messages of vLLM 0.32, in its order of checks."""
+"""Validates request bodies, with vLLM 0.32's messages and order of checks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class GenerationRequest:
 
     @property
     def kv_transfer_params(self) -> Body:
-        """The `kv_transfer_params` of the body, about KV for or from another engine."""
+        """The body's `kv_transfer_params`, about KV for or from another engine."""
         return self.body.get("kv_transfer_params") or {}
 
 
@@ -103,7 +103,7 @@ def chat_request(body: Body, limits: Limits) -> GenerationRequest:
 
 
 def completion_request(body: Body, limits: Limits) -> GenerationRequest:
-    """`/v1/completions`. The default of `max_tokens` is 16, as in vLLM."""
+    """Validates a body of `/v1/completions`. The default of `max_tokens` is 16, as in vLLM."""
     prompts = _prompts(body.get("prompt"))
     return _checked(body, limits, prompts, "max_tokens", max(_integer(body, "n") or 1, 1), default_tokens=16)
 
@@ -129,7 +129,9 @@ def items(given: str | list[Any]) -> list[Any]:
 
 
 def messages_request(body: Body, limits: Limits, counting: bool = False) -> GenerationRequest:
-    """`/v1/messages`, or with `counting` its route `/count_tokens`, which needs no `max_tokens`."""
+    """Validates a body of `/v1/messages`, or with `counting` of its route `/count_tokens`, which needs no
+    `max_tokens`.
+    """
     messages = _messages(body)
     if not counting and body.get("max_tokens") is None:
         raise invalid("missing", "body.max_tokens", "Field required", _shown(body))
@@ -167,9 +169,7 @@ def chat_tokens(messages: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _without_header(part: object) -> object:
-    """Removes the line with which Claude Code identifies itself from a system message, because this line differs in
-    each run.
-    """
+    """Removes the line with which Claude Code identifies itself from a system message: it differs in each run."""
     text = part.get("text") if isinstance(part, Mapping) else part
     if not isinstance(text, str) or not text.startswith("x-anthropic-billing-header"):
         return part
@@ -200,9 +200,7 @@ def _messages(body: Body) -> list[Any]:
 
 
 def _prompts(prompt: object) -> list[tuple[int, ...]]:
-    """Returns the prompts in the field `prompt`, which is a text, a list of texts, token ids, or a list of token id
-    lists.
-    """
+    """Returns the prompts of the field `prompt`: a text, a list of texts, token ids, or a list of token id lists."""
     if isinstance(prompt, str) and prompt:
         return [tokens_of(prompt)]
     if isinstance(prompt, list) and prompt:
@@ -224,7 +222,7 @@ def _checked(
     choices: int = 1,
     default_tokens: int | None = None,
 ) -> GenerationRequest:
-    """The checks that all endpoints share, in vLLM's order."""
+    """Runs the checks that all endpoints share, in vLLM's order."""
     wanted = _integer(body, limit_name)
     options = body.get("stream_options") or {}
     if not isinstance(options, dict):
@@ -295,7 +293,7 @@ def _integer(body: Body, name: str) -> int | None:
 
 
 def _shown(value: object) -> str:
-    """Returns the framework's rendering of a value, without repeating the client's data."""
+    """Formats a value as the framework does, without repeating the client's data."""
     if isinstance(value, dict | list):
         return f"<{type(value).__name__} of {len(value)} items>"
     return str(value)

@@ -92,7 +92,7 @@ class ReplicaOptions:
 
     @property
     def kv_times(self) -> KvTransfer:
-        """Times of KV transfers, and the policy for failed transfers."""
+        """The times of KV transfers, and the policy for failed transfers."""
         return KvTransfer(
             bytes_per_s=self.kv_gb_per_s * 1e9,
             latency_s=self.kv_latency_s,
@@ -152,15 +152,15 @@ class Service:
 
     @property
     def frontend_s(self) -> float:
-        """Seconds between the arrival of a request and its acceptance."""
+        """The seconds between the arrival of a request and its acceptance."""
         return self.engine.profile.frontend_s / self.options.speed
 
     def list_model(self, name: str, root: str) -> None:
-        """Add a model or adapter to the list of models. `root` is its path."""
+        """Adds a model or adapter to the list of models. `root` is its path."""
         self.models[name] = ServedModel(root, int(unix_now_s()), secrets.token_hex(8))
 
     def fault_changed(self, kind: FaultKind | None) -> None:
-        """Apply a fault to the engine, or clear it."""
+        """Applies a fault to the engine, or clears it."""
         self.pacer.freeze(kind in (FaultKind.FROZEN, FaultKind.HANG))
         self.pacer.speed = self.options.speed / (self.faults.factor if kind is FaultKind.SLOW else 1.0)
         self.metrics.lies = kind is FaultKind.LIES
@@ -233,7 +233,7 @@ class Service:
         return body | {"input": [*self._responses[previous][1], *items(body["input"])]}
 
     def keep_response(self, response_id: str, body: Body, conversation: list[Any]) -> None:
-        """Store a response and its conversation. Beyond a limit, the oldest response is dropped."""
+        """Stores a response and its conversation. Beyond a limit, the oldest response is dropped."""
         self._responses[response_id] = body, conversation
         if len(self._responses) > _STORED_RESPONSES_MAX:
             self._responses.popitem(last=False)

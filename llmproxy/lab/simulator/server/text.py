@@ -37,7 +37,7 @@ def seed_of(tokens: Sequence[int], name: str, index: int) -> int:
 
 
 def word(seed: int, position: int) -> str:
-    """Returns token number `position` of the answer of a seed: a space and three letters."""
+    """Returns token number `position` of the answer with this seed: a space and three letters."""
     mixed = (seed + position * 0x9E3779B1) * 0x85EBCA6B & 0xFFFFFFFF
     mixed ^= mixed >> 15
     first, vowel, last = mixed % 20, mixed // 20 % 5, mixed // 100 % 20
@@ -45,5 +45,5 @@ def word(seed: int, position: int) -> str:
 
 
 def words(seed: int, first: int, end: int) -> str:
-    """Returns the text of tokens `first` to `end`, exclusive, of the answer of a seed."""
+    """Returns the text of tokens `first` to `end`, exclusive, of the answer with this seed."""
     return "".join(word(seed, position) for position in range(first, end))
