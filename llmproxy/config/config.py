@@ -113,7 +113,7 @@ class Config(Section):
     decision_log: Path | None = None
     """File that gets a JSON line for each decision. null: no file."""
     decision_log_sample: Annotated[Number, Field(ge=0, le=1), idle.unless_given("decision_log")] = 1.0
-    """Share of requests (0 to 1) in it."""
+    """Share of requests (0 to 1) in the decision log."""
     genai_metrics: bool = False
     """Count requests by OpenTelemetry's GenAI conventions (gen_ai_server_*) too."""
     key_metrics: bool = False

@@ -150,7 +150,7 @@ class HealthConfig(Section):
     hung_s: Seconds | None = 1.5
     """Delay of first bytes, beyond long prompts, that ejects a backend. null: never."""
     slow_factor: Annotated[Number, Field(gt=1)] | None = 5.0
-    """Slowdown that ejects a backend if its pool is not slower. null: never."""
+    """Slowdown that ejects a backend, unless its whole pool is slower. null: never."""
 
     @field_validator("ejection_max_s")
     @classmethod
@@ -164,13 +164,13 @@ class PollConfig(Section):
     interval_s: Seconds = 0.2
     """Time between scrapes of a short metrics page; once a second while idle."""
     page_interval_s: Seconds = 1.0
-    """The same for backends with only the full metrics page."""
+    """Time between scrapes of a full metrics page, if a backend has no short one."""
     models_interval_s: Seconds = 2.0
     """Time between requests for /v1/models."""
     timeout_s: Seconds = 2.0
     """Longest poll."""
     stale_after_s: Seconds = 5.0
-    """Age from which a scrape no longer counts."""
+    """Age from which a scrape is ignored."""
 
 
 def _not_below_min(value: int | None, info: ValidationInfo) -> int | None:

@@ -62,7 +62,7 @@ class TlsConfig(Section):
     cert: Path | None = None
     """Certificate chain (PEM), read again when it changes. null: plain http."""
     key: Annotated[Path | None, _WITH_CERT] = None
-    """Its private key (PEM), without a passphrase. null: in the same file."""
+    """Private key of `cert` (PEM), without a passphrase. null: in the same file."""
     client_ca: Annotated[Path | None, _WITH_CERT] = None
     """CA certificates (PEM) that must have signed each client's certificate. null: no client certificates."""
 
@@ -83,7 +83,7 @@ class ClusterTlsConfig(Section):
     cert: Path | None = None
     """Certificate chain (PEM). null: no TLS."""
     key: Path | None = None
-    """Its private key (PEM), without a passphrase. null: in the same file."""
+    """Private key of `cert` (PEM), without a passphrase. null: in the same file."""
     ca: Path | None = None
     """CA certificates (PEM) that must have signed all members' certificates. null: no TLS."""
     name: Name = "llmproxy"
@@ -148,7 +148,7 @@ class SharedLimitsConfig(Section):
         Annotated[str, AfterValidator(store_of)] | None,
         idle.unless(idle.is_rated, "no tenant or model has requests_per_min or tokens_per_min"),
     ] = Field(default=None, examples=["valkey://valkey:6379"], repr=False)
-    """Their store: valkey://HOST:PORT (Redis too). null: each proxy counts alone."""
+    """Store of the rates: valkey://HOST:PORT (Redis too). null: each proxy counts alone."""
     name: Annotated[LockName, _WITH_STORE] = "llmproxy"
     """Proxies with this name, a part of the store's keys, share their rates."""
     on_failure: Annotated[str, AfterValidator(failure_of), _WITH_STORE] = Field(default=CLOSED, examples=["1/3"])

@@ -111,7 +111,7 @@ class TenantConfig(Section):
     band_max: Criticality | None = None
     """Highest band. null: no limit if trusted, else headers do not raise the band."""
     weight: Annotated[Weight, idle.WEIGHTS, idle.Rule(idle.tenants_set_apart)] = 1.0
-    """Weight of its flows against others of the band."""
+    """Weight of the tenant's flows against other flows of the band."""
     limits: LimitsConfig = LimitsConfig()
     """Limits of all its requests."""
     models: tuple[Name, ...] | None = Field(default=None, examples=[["llama-3.1-8b"]])
@@ -210,11 +210,11 @@ class QueueConfig(Section):
     max_wait_s: Seconds = 60.0
     """Longest wait."""
     band_max_wait_s: dict[str, Seconds] = Field(default={}, examples=[{"sheddable": 600}])
-    """The same by band."""
+    """Longest wait, by band."""
     no_backend_wait_s: Annotated[Number, Field(ge=0)] = 30.0
     """Longest further wait while no backend for the request is up. 0: refuse at once."""
     startup_wait_s: Annotated[Number, Field(ge=0)] = 10.0
-    """The same until a backend has answered after the start; the shorter time counts."""
+    """Longest further wait until a backend has answered after the start. The shorter time counts."""
     requests_max: Count = 20_000
     """Most waiting requests."""
     bytes_max: Count = 1 << 30
