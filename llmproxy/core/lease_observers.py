@@ -54,16 +54,16 @@ class ChargeObserver(LeaseObserver):
 
     def booked(self, lease: LeaseRecord, now: float) -> None:
         request = lease.request
-        fairness = self._room.bands[request.band].fairness
+        band = self._room.bands[request.band]
         carried = self._between.pop(request.id, 0.0)
         prompt = carried if request.stage is DECODE else 0.0
         charge = self._charges[lease.number] = _Charge(carried, carried, prompt)
         try:
             if request.stage is not DECODE:
-                fairness.dispatched(request.flow)
-            if not request.stream:
+                band.fairness.dispatched(request.flow)
+            if band.on_started is not None and not request.stream:
                 # The first token is not visible without a stream, so the grant counts as the start.
-                fairness.started(request, now)
+                band.on_started(request, now)
         except Exception as fault:  # noqa: BLE001 - a policy may be a plugin
             self._faults.note(fault)
         try:
@@ -85,11 +85,9 @@ class ChargeObserver(LeaseObserver):
 
     def started(self, lease: LeaseRecord, event: Started, now: float) -> None:
         request = lease.request
-        if request.stream and request.stage is not PREFILL:
-            try:
-                self._room.bands[request.band].fairness.started(request, now)
-            except Exception as fault:  # noqa: BLE001 - a policy may be a plugin
-                self._faults.note(fault)
+        on_started = self._room.bands[request.band].on_started
+        if on_started is not None and request.stream and request.stage is not PREFILL:
+            self._faults.notify(on_started, request, now)
 
     def progress(self, lease: LeaseRecord, event: Progress, now: float) -> None:
         request, charge = lease.request, self._charges[lease.number]

@@ -107,7 +107,15 @@ class Scheduler:
         self._first_token = first_token = FirstToken()
         self._headroom = headroom = Headroom(settings)
         self._admission = Admission(
-            settings, self._backends.by_name, self._room, headroom, limits, self._drain, first_token, placement.ready
+            settings,
+            self._backends.by_name,
+            self._room,
+            headroom,
+            limits,
+            self._drain,
+            first_token,
+            placement.ready,
+            self.faults,
         )
         self._min_shares = MinShares(settings.min_shares)
         self._preemption = Preemption(settings, self._headroom)
@@ -244,7 +252,8 @@ class Scheduler:
         self._reservations.release(request.id)
         self._blame.ended(request.id)
         self.charges.ended(request)
-        self._room.bands[request.band].ended(request, met, now)
+        if (on_ended := self._room.bands[request.band].on_ended) is not None:
+            self.faults.notify(on_ended, request, met, now)
 
     def balances(self) -> dict[int, Mapping[str, float]]:
         """Returns the flow balances of each band, for the process that takes over this pool."""
@@ -452,7 +461,7 @@ class Scheduler:
                 found = limited(head(band, this.now), self._limits) or NO_CAPACITY
             else:
                 # Blocked requests may be readmitted in this pass, and use the room that a higher band declined.
-                patient = not self._room.any_below(level)
+                patient = len(self._room.waiting) == 1 or not self._room.any_below(level)
                 found = first_fit(
                     band, self._placement, views, ceiling, self._limits, unmatched, this.now, patient=patient
                 )
@@ -471,9 +480,9 @@ class Scheduler:
         queued, placed, now = found.queued, found.placed, this.now
         request = queued.request
         band = self._room.bands[request.band]
-        inverted = not guaranteed and self._inverts(placed, request.band, now)
-        standing = band.fairness.standing(request.flow)
         ahead, left_s = len(self._room.waiting) - 1, self._room.deadlines.own_left_s(queued, now)
+        inverted = ahead > 0 and not guaranteed and self._inverts(placed, request.band, now)
+        standing = band.fairness.standing(request.flow)
         sizes, flows = self._room.sizes(), band.flows
         waited = self._room.leave(queued)
         backend, answers_on = self._backends.by_name[placed.backend], None

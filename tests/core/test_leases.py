@@ -44,7 +44,7 @@ class Ledger:
     def charged(self) -> float:
         fairness = self.room.bands[0].fairness
         assert isinstance(fairness, FairShare)
-        return fairness.counter("flow")
+        return dict(fairness.standing("flow"))["counter"]
 
     def revoked(self) -> list[int]:
         self.leases.check()

@@ -4,7 +4,7 @@ flow.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
 from itertools import islice
 
@@ -37,25 +37,22 @@ class Limited(Struct, frozen=True):
     limit: str
 
 
-class Unmatched:
+class Unmatched(Struct):
     """Requests of one band that found no backend in this scheduling pass. Free slots only become fewer during a pass,
     so similar requests find none either.
     """
 
-    def __init__(self) -> None:
-        # A full backend that one of these requests should wait for, "" for none.
-        self.later = ""
-        # (Model, excluded backends) -> requests with this many context tokens or more have no match.
-        self._from_tokens: dict[tuple[str, frozenset[str]], int] = {}
+    # A full backend that one of these requests should wait for, "" for none.
+    later: str = ""
+    # (Model, excluded backends) -> requests with this many context tokens or more have no match.
+    from_tokens: dict[tuple[str, frozenset[str]], int] = {}
 
     def add(self, queued: Queued, why: NoMatch) -> None:
         tokens = 0 if why.whole_model else context_tokens(queued.request)
-        self._from_tokens[queued.request.model, queued.excluded] = tokens
+        self.from_tokens[queued.request.model, queued.excluded] = tokens
 
     def covers(self, queued: Queued) -> bool:
-        if not self._from_tokens:
-            return False
-        tokens = self._from_tokens.get((queued.request.model, queued.excluded))
+        tokens = self.from_tokens.get((queued.request.model, queued.excluded))
         return tokens is not None and context_tokens(queued.request) >= tokens
 
 
@@ -93,48 +90,43 @@ def first_fit(
     trials = [view for view in ready if view.probed]
     if trials:
         ready = [replace(view, available=False) if view.probed else view for view in ready]
-    flows = band.fairness.candidates(now)
+    lines = band.lines(now)
     try:
-        for flow in flows:
-            line = band.first(flow)
-            try:
-                # A head that fits nowhere must not block its flow while lower bands are served.
-                for queued in line:
-                    if queued.request.limits and (blocked := limited(queued, limits)) is not None:
-                        return blocked
-                    if queued.request.backend is not None:
-                        own = _at_only_backend(queued, placement, views, ceiling, passed_over, now)
-                        if not isinstance(own, NoMatch):
-                            return own
-                        passed_over += 1
-                        continue
-                    if unmatched.covers(queued):
-                        continue
-                    placed = _as_probe(queued, placement, views, ceiling, now) if trials and patient else None
-                    if not isinstance(placed, Placed) and queued.request.band > DEFAULT and (some := _sure(ready)):
-                        placed = placement.place(queued.request, some, ceiling, queued.excluded, now)
-                    if not isinstance(placed, Placed):
-                        placed = placement.place(queued.request, ready, ceiling, queued.excluded, now)
-                    if ready is not views and not isinstance(placed, Placed):
-                        placed = placement.place(queued.request, views, ceiling, queued.excluded, now)
-                    if isinstance(placed, NoMatch) and placed.later and not patient:
-                        now_ready = placement.ready(views, queued.request.band, ceiling, now)
-                        placed = placement.place(queued.request, now_ready, ceiling, queued.excluded, now)
-                    if isinstance(placed, Placed):
-                        return Fit(queued, placed, passed_over)
-                    if isinstance(placed, NoCapacity):
-                        return placed
-                    if placed.later:
-                        queued.later = unmatched.later = placed.later
-                    else:
-                        unmatched.add(queued, placed)
+        for line in lines:
+            # A head that fits nowhere must not block its flow while lower bands are served.
+            for queued in line:
+                if queued.request.limits and (blocked := limited(queued, limits)) is not None:
+                    return blocked
+                if queued.request.backend is not None:
+                    own = _at_only_backend(queued, placement, views, ceiling, passed_over, now)
+                    if not isinstance(own, NoMatch):
+                        return own
                     passed_over += 1
-            finally:
-                line.close()
+                    continue
+                if unmatched.from_tokens and unmatched.covers(queued):
+                    continue
+                placed = _as_probe(queued, placement, views, ceiling, now) if trials and patient else None
+                if not isinstance(placed, Placed) and queued.request.band > DEFAULT and (some := _sure(ready)):
+                    placed = placement.place(queued.request, some, ceiling, queued.excluded, now)
+                if not isinstance(placed, Placed):
+                    placed = placement.place(queued.request, ready, ceiling, queued.excluded, now)
+                if ready is not views and not isinstance(placed, Placed):
+                    placed = placement.place(queued.request, views, ceiling, queued.excluded, now)
+                if isinstance(placed, NoMatch) and placed.later and not patient:
+                    now_ready = placement.ready(views, queued.request.band, ceiling, now)
+                    placed = placement.place(queued.request, now_ready, ceiling, queued.excluded, now)
+                if isinstance(placed, Placed):
+                    return Fit(queued, placed, passed_over)
+                if isinstance(placed, NoCapacity):
+                    return placed
+                if placed.later:
+                    queued.later = unmatched.later = placed.later
+                else:
+                    unmatched.add(queued, placed)
+                passed_over += 1
     finally:
-        # A policy may return any iterator. An iterator over a heap puts its entries back when closed.
-        if (close := getattr(flows, "close", None)) is not None:
-            close()
+        if isinstance(lines, Generator):
+            lines.close()
     # If no backend has room for this band, the scheduler must stop here, before lower bands.
     return None if any(view.has_room(ceiling) for view in views) else NO_CAPACITY
 
@@ -217,5 +209,5 @@ def passes_over(higher: Iterable[Band], view: View, limits: UsageLimits) -> bool
 
 def head(band: Band, now: float) -> Queued:
     """Returns the first request of the first flow."""
-    flow = next(iter(band.fairness.candidates(now)))
-    return next(band.first(flow))
+    lines = band.lines(now)
+    return next(iter(next(lines)))

@@ -9,6 +9,7 @@ from llmproxy.core.backends.backend import Backend
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import AdmissionKind, Drop, Outcome, Refused, Request, Slo
 from llmproxy.core.estimates.line import FirstToken
+from llmproxy.core.policy_registry import Faults
 from llmproxy.core.queueing.headroom import Headroom
 from llmproxy.core.queueing.occupancy import DrainRate
 from llmproxy.core.queueing.ordering import orderings
@@ -43,6 +44,7 @@ class Admission:
         drain: DrainRate,
         first_token: FirstToken,
         ready: Ready,
+        faults: Faults,
     ) -> None:
         self._settings = settings
         self._backends = backends
@@ -52,6 +54,7 @@ class Admission:
         self._limits = limits
         self._drain = drain
         self._first_token = first_token
+        self._faults = faults
         self._ordering = orderings.get(settings.ordering)(settings)
 
     def reconfigure(self, settings: Settings) -> None:
@@ -78,9 +81,11 @@ class Admission:
                 self._refuse_late(request, request.slo, service_s, now)
             victims = self._victims(request, now)
             self._limits.admit(request, now)
-            shed = [self._shed(victim, now) for victim in victims]
+            if victims:
+                shed = [self._shed(victim, now) for victim in victims]
         if entry in ARRIVALS:
-            band.entered(request, now)
+            if band.on_entered is not None:
+                self._faults.notify(band.on_entered, request, now)
             self._headroom.used(request.band, now)
         else:
             self._drain.came_back(request.id)

@@ -100,7 +100,7 @@ class BlockedRequests:
 
     def any_below(self, level: int) -> bool:
         """Returns whether a request of a band below `level` is blocked."""
-        return bool(self.size) and any(band < level for (band, _), blocked in self._by_band.items() if blocked)
+        return any(band < level for (band, _), blocked in self._by_band.items() if blocked)
 
     def before(self, queued: Queued) -> int | None:
         """Returns the number of requests before `queued` in its queue, None if there are too many to count."""

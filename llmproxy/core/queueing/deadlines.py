@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from llmproxy.core.queueing.lazy_heap import LazyHeap
 from llmproxy.core.queueing.queue import Queued
 
 ROUNDING_S = 1e-6
 """Tolerance for rounding: without it, a timer set to a deadline could fire just before it, again and again."""
-
-
-@dataclass(slots=True)
-class _Clock:
-    """A clock that can be stopped."""
-
-    elapsed_s: float = 0.0
-    # When the clock was last started, None while it is stopped.
-    since_s: float | None = None
-
-    def read(self, now: float) -> float:
-        return self.elapsed_s if self.since_s is None else self.elapsed_s + now - self.since_s
-
-    def stop(self, now: float) -> None:
-        self.elapsed_s, self.since_s = self.read(now), None
 
 
 class Deadlines:
@@ -36,65 +20,106 @@ class Deadlines:
     `no_backend_wait_s` 0, the normal clock always runs.
     """
 
-    def __init__(self, no_backend_wait_s: float) -> None:
+    def __init__(self, no_backend_wait_s: float, waiting: Mapping[str, Queued]) -> None:
+        """`waiting`: the waiting requests of the pool by id, which the waiting room keeps up to date."""
+        self._waiting = waiting
         self._no_backend_wait_s = no_backend_wait_s
         # In each pair below, index 0 is the normal clock, and index 1 the hold clock.
-        self._clocks = (_Clock(), _Clock())
+        self._elapsed_s = [0.0, 0.0]
         self._heaps = (_deadlines(0), _deadlines(1))
+        # The clock that runs, and when it was started; None before the first start.
         self._running = 0
+        self._since_s: float | None = None
+        # Requests that entered after the last call of `due`, and those before it that are in no heap yet. Most requests
+        # leave in the pass after their arrival, so only the others are put into the heaps.
+        self._entered: list[Queued] = []
+        self._unsorted: list[Queued] = []
 
-    def reconfigure(self, no_backend_wait_s: float, waiting: Collection[Queued], now: float) -> None:
-        """Applies another `no_backend_wait_s` from now on, also to the requests in `waiting`."""
+    def reconfigure(self, no_backend_wait_s: float, now: float) -> None:
+        """Applies another `no_backend_wait_s` from now on, also to waiting requests."""
         if no_backend_wait_s == self._no_backend_wait_s:
             return
         self._no_backend_wait_s = no_backend_wait_s
-        self._heaps = (self._heaps[0], _deadlines(1))
-        for queued in waiting:
+        self._entered, self._unsorted = list(self._waiting.values()), []
+        self._heaps = (_deadlines(0), _deadlines(1))
+        for queued in self._entered:
             held_s = min(self.own_left_s(queued, now), no_backend_wait_s)
-            queued.due_s = (queued.due_s[0], self._clocks[1].read(now) + held_s)
-            self._heaps[1].push(queued.due_s[1], queued, len(waiting))
+            queued.due_s = (queued.due_s[0], self._read(1, now) + held_s)
 
     def set_pool_up(self, up: bool, now: float) -> None:
         """Switches to the normal clock if a backend is `up`, else to the hold clock."""
         running = 0 if up or not self._no_backend_wait_s else 1
-        clock = self._clocks[running]
         # Called with every event; the pool rarely changes.
-        if clock.since_s is None:
-            self._running = running
-            self._clocks[1 - running].stop(now)
-            clock.since_s = now
+        if running != self._running or self._since_s is None:
+            self._elapsed_s[self._running] = self._read(self._running, now)
+            self._running, self._since_s = running, now
 
-    def enter(self, queued: Queued, now: float, waiting: int, left_s: float) -> None:
-        """Add `queued`, which is due in `left_s`. `waiting` is the number of waiting requests."""
-        hold_left_s = min(left_s, self._no_backend_wait_s)
-        queued.due_s = (self._clocks[0].read(now) + left_s, self._clocks[1].read(now) + hold_left_s)
-        self.reenter(queued, waiting)
+    def enter(self, queued: Queued, now: float, left_s: float) -> None:
+        """Add `queued`, which is due in `left_s`."""
+        normal_s, hold_s = self._elapsed_s
+        if self._since_s is None:
+            pass
+        elif self._running:
+            hold_s = hold_s + now - self._since_s
+        else:
+            normal_s = normal_s + now - self._since_s
+        queued.due_s = (normal_s + left_s, hold_s + min(left_s, self._no_backend_wait_s))
+        self._entered.append(queued)
 
-    def reenter(self, queued: Queued, waiting: int) -> None:
+    def reenter(self, queued: Queued) -> None:
         """Adds the new object of a request that already waits, with its old deadlines."""
-        for heap, due_s in zip(self._heaps, queued.due_s, strict=True):
-            heap.push(due_s, queued, waiting)
+        self._entered.append(queued)
 
     def next(self, now: float) -> float | None:
         """Returns when the next request is due, as long as the same clock runs; None without requests."""
+        self._sort()
         entry = self._heaps[self._running].least()
-        return None if entry is None else now + entry[0] - self._clocks[self._running].read(now)
+        return None if entry is None else now + entry[0] - self._read(self._running, now)
 
     def left_s(self, queued: Queued, now: float) -> float:
         """Returns the seconds that `queued` may still wait, as long as the same clock runs."""
-        return queued.due_s[self._running] - self._clocks[self._running].read(now)
+        return queued.due_s[self._running] - self._read(self._running, now)
 
     def own_left_s(self, queued: Queued, now: float) -> float:
         """Returns the seconds left to `queued` on the normal clock, which does not run while the request is held."""
-        return queued.due_s[0] - self._clocks[0].read(now)
+        elapsed_s = self._elapsed_s[0]
+        if not self._running and self._since_s is not None:
+            elapsed_s = elapsed_s + now - self._since_s
+        return queued.due_s[0] - elapsed_s
 
     def due(self, now: float, most: int) -> list[Queued]:
         """Take out at most `most` requests whose deadline has passed, the earliest first."""
-        heap, elapsed_s = self._heaps[self._running], self._clocks[self._running].read(now) + ROUNDING_S
+        running, elapsed_s = self._running, self._elapsed_s[self._running]
+        if self._since_s is not None:
+            elapsed_s = elapsed_s + now - self._since_s
+        elapsed_s += ROUNDING_S
+        for queued in self._unsorted:
+            if not queued.gone:
+                self._push(queued)
+        self._unsorted, self._entered = self._entered, []
+        for queued in self._unsorted:
+            if queued.due_s[running] <= elapsed_s:
+                self._sort()
+                break
         due: list[Queued] = []
-        while len(due) < most and (entry := heap.least()) is not None and entry[0] <= elapsed_s:
+        heap = self._heaps[running]
+        while heap.entries and len(due) < most and (entry := heap.least()) is not None and entry[0] <= elapsed_s:
             due.append(heap.pop())
         return due
+
+    def _read(self, clock: int, now: float) -> float:
+        elapsed_s = self._elapsed_s[clock]
+        return elapsed_s if clock != self._running or self._since_s is None else elapsed_s + now - self._since_s
+
+    def _sort(self) -> None:
+        for queued in (*self._unsorted, *self._entered):
+            if not queued.gone:
+                self._push(queued)
+        self._entered, self._unsorted = [], []
+
+    def _push(self, queued: Queued) -> None:
+        for heap, due_s in zip(self._heaps, queued.due_s, strict=True):
+            heap.push(due_s, queued, len(self._waiting))
 
 
 def _deadlines(clock: int) -> LazyHeap[float, Queued]:

@@ -82,21 +82,23 @@ class Occupancy:
 
     def enter(self, request: Request, now: float) -> None:
         self._since_s[request.band][request.id] = now
-        self._add(request, 1)
+        tokens = request.prompt_tokens + request.output_tokens
+        for usage in (self._total, self._bands[request.band], self._flows[request.band, request.flow]):
+            usage.requests += 1
+            usage.body_bytes += request.body_bytes
+            usage.tokens += tokens
 
     def leave(self, request: Request) -> None:
         del self._since_s[request.band][request.id]
-        self._add(request, -1)
+        flow = self._flows[request.band, request.flow]
+        tokens = request.prompt_tokens + request.output_tokens
+        for usage in (self._total, self._bands[request.band], flow):
+            usage.requests -= 1
+            usage.body_bytes -= request.body_bytes
+            usage.tokens -= tokens
         # The number of flow names is unlimited, so empty flows are removed.
-        if not self._flows[request.band, request.flow].requests:
+        if not flow.requests:
             del self._flows[request.band, request.flow]
-
-    def _add(self, request: Request, times: int) -> None:
-        body_bytes, tokens = times * request.body_bytes, times * (request.prompt_tokens + request.output_tokens)
-        for usage in (self._total, self._bands[request.band], self._flows[request.band, request.flow]):
-            usage.requests += times
-            usage.body_bytes += body_bytes
-            usage.tokens += tokens
 
     def queued(self) -> dict[int, tuple[int, int]]:
         """Returns band -> (waiting requests, their body bytes)."""

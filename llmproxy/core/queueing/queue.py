@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from heapq import merge
 from math import inf
@@ -134,26 +134,45 @@ class Band:
 
     def __init__(self, fairness: FairnessPolicy, faults: Faults) -> None:
         self.fairness = fairness
-        self._notify = faults.notify
+        # The optional events that the policy observes; None for the others.
+        self.on_entered = fairness.entered if _overrides(fairness, "entered") else None
+        self.on_started = fairness.started if _overrides(fairness, "started") else None
+        self.on_ended = fairness.ended if _overrides(fairness, "ended") else None
+        self._faults = faults
         self.size = 0
-        self._lines: dict[str, _Line] = {}
-        self._turns: LazyHeap[float, Queued] = LazyHeap(waits)
+        # The only request of the band. It is put into a line when a second one comes.
+        self._only: Queued | None = None
+        self.ranked_s = -inf
+        """The ranks of that time apply."""
+        self._sorted_lines: dict[str, _Line] = {}
+        self.turns: LazyHeap[float, Queued] = LazyHeap(waits)
 
     @property
     def flows(self) -> int:
-        return len(self._lines)
+        return 1 if self._only is not None else len(self._sorted_lines)
 
-    def entered(self, request: Request, now: float) -> None:
-        """A request entered the waiting room for the first time."""
-        self._notify(self.fairness.entered, request, now)
-
-    def ended(self, request: Request, met: bool | None, now: float) -> None:
-        """Records the end of a request of this band. `met`: whether its objective was met; None without an objective or
-        if the client left.
-        """
-        self._notify(self.fairness.ended, request, met, now)
+    @property
+    def _lines(self) -> dict[str, _Line]:
+        """The flows with waiting requests."""
+        if self._only is not None:
+            only, self._only = self._only, None
+            self._put(only, self.ranked_s)
+        return self._sorted_lines
 
     def push(self, queued: Queued, now: float) -> None:
+        self.size += 1
+        if self.size == 1:
+            self._only, self.ranked_s = queued, now
+        else:
+            line = self._put(queued, now)
+            if line.size > 1 and line.head() is not queued:
+                return
+        try:
+            self.fairness.backlogged(queued.request.flow, queued.request)
+        except Exception as fault:  # noqa: BLE001 - a policy may be a plugin
+            self._faults.note(fault)
+
+    def _put(self, queued: Queued, now: float) -> _Line:
         request, rank = queued.request, queued.rank
         line = self._lines.get(request.flow)
         if line is None:
@@ -163,31 +182,35 @@ class Band:
         else:
             line.put(queued, rank.key)
             if rank.turns_s < inf:
-                self._turns.push(rank.turns_s, queued, self.size + 1)
+                self.turns.push(rank.turns_s, queued, self.size)
         line.size += 1
-        self.size += 1
-        if line.size == 1 or line.head() is queued:
-            self._notify(self.fairness.backlogged, request.flow, request)
+        return line
 
     def remove(self, queued: Queued) -> None:
-        request = queued.request
-        line = self._lines[request.flow]
-        line.size -= 1
+        flow = queued.request.flow
         self.size -= 1
-        if not line.size:
-            queued.gone = True
-            del self._lines[request.flow]
-            self._notify(self.fairness.emptied, request.flow)
-            return
-        was_head = line.head() is queued
+        if self._only is not None:
+            self._only = None
+        else:
+            line = self._sorted_lines[flow]
+            line.size -= 1
+            if line.size:
+                was_head = line.head() is queued
+                queued.gone = True
+                if was_head:
+                    self._tell_head(flow, line)
+                return
+            del self._sorted_lines[flow]
         queued.gone = True
-        if was_head:
-            self._tell_head(request.flow, line)
+        try:
+            self.fairness.emptied(flow)
+        except Exception as fault:  # noqa: BLE001 - a policy may be a plugin
+            self._faults.note(fault)
 
     def refresh(self, now: float) -> None:
         """Applies the ranks that have changed by time. Flows keep this order until the next call."""
-        while (entry := self._turns.least()) is not None and entry[0] <= now:
-            queued = self._turns.pop()
+        while (entry := self.turns.least()) is not None and entry[0] <= now:
+            queued = self.turns.pop()
             line = self._lines[queued.request.flow]
             before = line.head()
             line.put(queued, queued.rank.then)
@@ -197,7 +220,24 @@ class Band:
     def _tell_head(self, flow: str, line: _Line) -> None:
         head = line.head()
         assert head is not None
-        self._notify(self.fairness.backlogged, flow, head.request)
+        self._faults.notify(self.fairness.backlogged, flow, head.request)
+
+    def lines(self, now: float) -> Iterator[Iterable[Queued]]:
+        """Yields the first `FLOW_LOOK_MAX` requests of each flow and base model, in order, flow by flow in the order of
+        the policy. Close a generator before any change.
+        """
+        flows = self.fairness.candidates(now)
+        return iter(((self._only,),)) if self._only is not None else self._lines_of(flows)
+
+    def _lines_of(self, flows: Iterator[str]) -> Generator[Iterable[Queued], None, None]:
+        try:
+            for flow in flows:
+                with closing(self.first(flow)) as line:
+                    yield line
+        finally:
+            # A policy may return any iterator. An iterator over a heap puts its entries back when closed.
+            if (close := getattr(flows, "close", None)) is not None:
+                close()
 
     def first(self, flow: str) -> Generator[Queued, None, None]:
         """Yields the first `FLOW_LOOK_MAX` requests of `flow` for each base model, in order.
@@ -207,7 +247,7 @@ class Band:
         return self._lines[flow].first()
 
     def heads(self) -> Generator[Queued, None, None]:
-        """Yields `first` of each flow. Close the iterator before any change."""
+        """Yields the first requests of each flow, in any order of the flows. Close the iterator before any change."""
         for flow in self._lines:
             with closing(self.first(flow)) as line:
                 yield from line
@@ -237,3 +277,7 @@ class Band:
         offered = list(self.fairness.candidates(now))
         assert len(offered) == len(set(offered)), "a flow is listed twice"
         assert set(offered) == set(self._lines), "the policy offers other flows than the waiting ones"
+
+
+def _overrides(policy: FairnessPolicy, method: str) -> bool:
+    return getattr(type(policy), method) is not getattr(FairnessPolicy, method)

@@ -57,14 +57,15 @@ class WaitingRoom:
         self._wait_reasons: dict[int, tuple[float, WaitReason]] = {}
         self.bands = _Bands(self.make_band)
         """Priority level -> band, created at the first use."""
-        # Band -> its requests, the newest first, for shedding.
+        # Band -> its requests, the newest first, for shedding. Requests are sorted only when one must be shed.
         self._newest: dict[int, LazyHeap[float, Queued]] = {}
+        self._unsorted: list[Queued] = []
         self.blocked = BlockedRequests()
-        self.deadlines = Deadlines(settings.queue.no_backend_wait_s)
         # Label -> id of the last request with this label.
         self._labels: dict[str, str] = {}
         # Request id -> waiting request; and the expected tokens of all waiting requests.
         self.waiting: dict[str, Queued] = {}
+        self.deadlines = Deadlines(settings.queue.no_backend_wait_s, self.waiting)
         self.prompt_tokens = self.output_tokens = 0
         # All bands, highest first.
         self.order: list[int] = []
@@ -72,7 +73,7 @@ class WaitingRoom:
     def reconfigure(self, settings: Settings, now: float) -> None:
         """Apply other settings. Bands and their requests stay."""
         self._settings = settings
-        self.deadlines.reconfigure(settings.queue.no_backend_wait_s, self.waiting.values(), now)
+        self.deadlines.reconfigure(settings.queue.no_backend_wait_s, now)
 
     def __len__(self) -> int:
         return len(self.waiting)
@@ -93,11 +94,15 @@ class WaitingRoom:
         for lower in self.order:
             if lower < level and self.bands[lower].size:
                 return True
-        return self.blocked.any_below(level)
+        return self.blocked.size > 0 and self.blocked.any_below(level)
 
     def sizes(self) -> tuple[tuple[int, int], ...]:
         """Returns (band, requests in its flows) of the bands in `levels`, highest first."""
-        return tuple([(level, size) for level in self.order if (size := self.bands[level].size)])
+        found: tuple[tuple[int, int], ...] = ()
+        for level in self.order:
+            if size := self.bands[level].size:
+                found = (*found, (level, size))
+        return found
 
     def ahead_of(self, level: int) -> int:
         """Returns the number of requests ahead of a new request of band `level`."""
@@ -120,8 +125,11 @@ class WaitingRoom:
         left_s = request.deadline_s - now
         if on_hold:
             left_s = min(left_s, self._settings.queue.no_backend_wait_s)
-        self.deadlines.enter(queued, now, len(self.waiting), left_s)
-        self._place(queued).push(queued, now)
+        self.deadlines.enter(queued, now, left_s)
+        self._unsorted.append(queued)
+        if len(self._unsorted) > 64 + 2 * len(self.waiting):
+            self._unsorted = [one for one in self._unsorted if not one.gone]
+        self.bands[request.band].push(queued, now)
 
     def leave(self, queued: Queued) -> Waited | None:
         """Remove a request. Returns why it waited, None if no decision made it wait."""
@@ -168,6 +176,10 @@ class WaitingRoom:
 
         Close the iterator before any other change of the waiting room.
         """
+        unsorted, self._unsorted = self._unsorted, []
+        for queued in unsorted:
+            if not queued.gone:
+                self._newest[queued.request.band].push(-queued.request.arrived_s, queued, len(self.waiting))
         for lower in reversed(self.order):
             if lower < level:
                 yield from self._newest[lower]
@@ -186,7 +198,9 @@ class WaitingRoom:
         if self.blocked.size:
             self.readmit(now)
         for band in self.bands.values():
-            band.refresh(now)
+            band.ranked_s = now
+            if band.turns.entries:
+                band.refresh(now)
 
     def readmit(self, now: float, lowest: int | None = None) -> int:
         """Moves blocked requests that may be granted back to their flows. Returns how many."""
@@ -215,15 +229,9 @@ class WaitingRoom:
     def _copy(self, queued: Queued) -> Queued:
         copy = Queued(queued.request, queued.rank, queued.excluded, queued.due_s, on_hold=queued.on_hold)
         self.waiting[queued.request.id] = copy
-        self.deadlines.reenter(copy, len(self.waiting))
-        self._place(copy)
+        self.deadlines.reenter(copy)
+        self._unsorted.append(copy)
         return copy
-
-    def _place(self, queued: Queued) -> Band:
-        request = queued.request
-        band = self.bands[request.band]
-        self._newest[request.band].push(-request.arrived_s, queued, len(self.waiting))
-        return band
 
     # --- inspection --------------------------------------------------------------------------------------------------
 

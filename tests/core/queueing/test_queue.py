@@ -142,10 +142,12 @@ def test_a_rank_that_changes_with_time_tells_the_policy_the_new_head() -> None:
 
 
 def deadlines(no_backend_wait_s: float = 30.0, **deadlines: float) -> Deadlines:
-    made = Deadlines(no_backend_wait_s)
+    waiting: dict[str, Queued] = {}
+    made = Deadlines(no_backend_wait_s, waiting)
     made.set_pool_up(True, 0.0)
     for name, deadline_s in deadlines.items():
-        made.enter(queued(request(id=name, deadline_s=deadline_s)), 0.0, len(deadlines), deadline_s)
+        waiting[name] = queued(request(id=name, deadline_s=deadline_s))
+        made.enter(waiting[name], 0.0, deadline_s)
     return made
 
 

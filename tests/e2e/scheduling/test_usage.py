@@ -41,7 +41,8 @@ def accounts(proxy: ProxyUnderTest) -> tuple[int, float, float, float]:
     assert isinstance(fairness, FairShare)
     assert limit.tokens_left is not None
     learned = pools.estimator.models.get("base")
-    return limit.in_flight, limit.tokens_left, fairness.counter("base"), learned.output_tokens if learned else 0.0
+    charged = dict(fairness.standing("base"))["counter"]
+    return limit.in_flight, limit.tokens_left, charged, learned.output_tokens if learned else 0.0
 
 
 def answering(usage: str) -> Script:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import inf
 
 from llmproxy.core.domain import Request
 from llmproxy.core.queueing.fairness.accounts import Accounts
@@ -73,15 +74,14 @@ class FairShare(FairnessPolicy):
     def backlogged(self, flow: str, head: Request) -> None:
         account = self._accounts.set_waiting(flow)
         if flow not in self._flows.current:
-            if self._flows.current:
-                self._raise_level()
+            self._level = max(self._level, self._flows.least_first(-inf))
             if account.counter < self._level:
                 account.counter = max(account.counter, self._level - self.credit)
             self._flows.set(flow, account.counter)
 
     def emptied(self, flow: str) -> None:
-        self._raise_level()
-        self._flows.discard(flow)
+        self._level = max(self._level, self._flows.least_first(-inf))
+        self._flows.current.pop(flow, None)
         self._accounts.set_idle(flow)
 
     def candidates(self, now: float) -> Iterator[str]:
@@ -89,19 +89,21 @@ class FairShare(FairnessPolicy):
 
     def dispatched(self, flow: str) -> None:
         if self._flows.current:
-            self._raise_level()
+            self._level = max(self._level, self._flows.least_first(-inf))
         self._charged *= DISCOUNT
         self._requests = 1.0 + self._requests * DISCOUNT
 
     def charge(self, flow: str, cost: float) -> None:
         self._charged += cost
-        account = self._accounts.open(flow)
+        account = self._accounts[flow]
         account.counter += cost
         if flow in self._flows.current:
             self._flows.set(flow, account.counter)
+        else:
+            self._accounts.idle.move_to_end(flow)
 
     def balances(self) -> Mapping[str, float]:
-        return {flow: account.counter - self._level for flow, account in self._accounts.all()}
+        return {flow: account.counter - self._level for flow, account in self._accounts.items()}
 
     def restore(self, balances: Mapping[str, float]) -> None:
         for flow, balance in balances.items():
@@ -111,13 +113,5 @@ class FairShare(FairnessPolicy):
                 self._flows.set(flow, account.counter)
 
     def standing(self, flow: str) -> tuple[tuple[str, float], ...]:
-        return (("counter", self.counter(flow)),)
-
-    def counter(self, flow: str) -> float:
-        """Returns the counter of a flow: its charges per unit of weight, plus all raises of the counter."""
-        account = self._accounts.find(flow)
-        return self._level if account is None else account.counter
-
-    def _raise_level(self) -> None:
-        if (least := self._flows.least()) is not None and least[0] > self._level:
-            self._level = least[0]
+        account = self._accounts.get(flow)
+        return (("counter", self._level if account is None else account.counter),)

@@ -21,7 +21,7 @@ class FcfsFairness(FairnessPolicy):
         self._flows.set(flow, head.arrived_s)
 
     def emptied(self, flow: str) -> None:
-        self._flows.discard(flow)
+        self._flows.current.pop(flow, None)
 
     def candidates(self, now: float) -> Iterator[str]:
         return iter(self._flows)

@@ -83,8 +83,8 @@ class SloAdherence(FairnessPolicy):
         self._watch(head)
 
     def emptied(self, flow: str) -> None:
-        self._flows.discard(flow)
-        account = self._accounts.find(flow)
+        self._flows.current.pop(flow, None)
+        account = self._accounts.get(flow)
         if account is not None and account.counted:
             self._accounts.set_idle(flow)
         else:
@@ -107,7 +107,7 @@ class SloAdherence(FairnessPolicy):
             self._count(request.flow, met)
 
     def standing(self, flow: str) -> tuple[tuple[str, float], ...]:
-        account = self._accounts.find(flow) or _Account()
+        account = self._accounts.get(flow) or _Account()
         return (
             ("adherence", 1.0 - account.miss_share),
             ("counted", float(account.counted)),
@@ -128,7 +128,7 @@ class SloAdherence(FairnessPolicy):
         for tally in (account, self._buckets[-1][1].setdefault(flow, _Tally())):
             tally.counted += 1
             tally.missed += not met
-        if flow in self._flows:
+        if flow in self._flows.current:
             self._rank(flow, account)
 
     def _bucket(self) -> int:
@@ -152,7 +152,7 @@ class SloAdherence(FairnessPolicy):
             account = self._accounts.open(flow)
             account.counted -= tally.counted
             account.missed -= tally.missed
-            if flow in self._flows:
+            if flow in self._flows.current:
                 self._rank(flow, account)
             elif not account.counted:
                 self._accounts.drop(flow)
@@ -172,7 +172,7 @@ class SloAdherence(FairnessPolicy):
 
     def _forget(self, request: Request) -> None:
         self._unstarted.pop(request.id, None)
-        self._alarms.discard(request.id)
+        self._alarms.current.pop(request.id, None)
 
 
 def _due_s(request: Request) -> float:

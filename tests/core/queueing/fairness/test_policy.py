@@ -126,13 +126,12 @@ def test_the_oldest_idle_flow_is_forgotten_and_waiting_ones_never(monkeypatch: p
     for flow in ("a", "b", "waits", "a", "c"):
         kept.open(flow)
     assert gone == ["b"]
-    assert kept.find("waits") == ["x"]
+    assert kept.get("waits") == ["x"]
     kept.set_idle("waits")
     assert gone == ["b", "a"]
     assert kept.set_waiting("waits") == ["x"], "one account, whether the flow waits or not"
-    kept.set_idle("nobody")
     kept.drop("waits")
-    assert kept.find("waits") is None
+    assert kept.get("waits") is None
 
 
 def test_a_process_that_goes_on_in_the_place_of_another_goes_on_in_its_order() -> None:
