@@ -181,7 +181,7 @@ class Link(asyncio.Protocol, Generic[MessageT]):
         self._on_broken = None
 
     @property
-    def transport(self) -> asyncio.BaseTransport:
+    def transport(self) -> asyncio.WriteTransport:
         """The transport of the connection, once it is open."""
         assert self._transport is not None
         return self._transport
@@ -192,14 +192,13 @@ class Link(asyncio.Protocol, Generic[MessageT]):
         return None if self._transport is None else self._transport.get_extra_info("peername")
 
     def _check(self) -> None:
-        assert self._transport is not None
         now = self._loop.time()
         if now - self._checked_s > 2 * PING_S:
             # This process was paused: data that arrived meanwhile is not read yet.
             self._heard_s = now
         self._checked_s = now
         silent_s = now - self._heard_s
-        if silent_s > SILENCE_S or self._transport.get_write_buffer_size() > UNSENT_BYTES_MAX:
+        if silent_s > SILENCE_S or self.transport.get_write_buffer_size() > UNSENT_BYTES_MAX:
             self.abort()
             return
         self.send(Ping())
@@ -208,30 +207,32 @@ class Link(asyncio.Protocol, Generic[MessageT]):
     # --- sending ------------------------------------------------------------------------------------------------------
 
     def send(self, message: Sendable) -> None:
-        """Send at the end of this turn of the loop. Does nothing after the connection has ended."""
+        """Send at the end of this turn of the loop. Does nothing after the connection has ended.
+
+        The connection must be open.
+        """
         if self.lost:
             return
         if not self._unsent:
+            assert self._transport is not None
             self._loop.call_soon(self.flush)
         self._unsent.append(message)
 
     def flush(self) -> None:
         """Send all queued messages now."""
-        if self._transport is None or not self._unsent:
-            return
         messages, self._unsent = self._unsent, []
-        if self._transport.is_closing():
+        if not messages or self.transport.is_closing():
             return
         for begin in range(0, len(messages), FRAME_MESSAGES_MAX):
-            self._write(self._transport, messages[begin : begin + FRAME_MESSAGES_MAX])
+            self._write(messages[begin : begin + FRAME_MESSAGES_MAX])
 
-    def _write(self, transport: asyncio.WriteTransport, messages: list[Sendable]) -> None:
+    def _write(self, messages: list[Sendable]) -> None:
         data = frame(messages)
         if len(data) <= self._bytes_max:
-            transport.write(data)
+            self.transport.write(data)
         elif len(messages) > 1:
-            self._write(transport, messages[: len(messages) // 2])
-            self._write(transport, messages[len(messages) // 2 :])
+            self._write(messages[: len(messages) // 2])
+            self._write(messages[len(messages) // 2 :])
         else:
             # Not sent, because the peer would close the connection.
             self._loop.call_exception_handler({"message": f"too long to send: {messages[0]!r:.200}"})

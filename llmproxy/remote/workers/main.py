@@ -30,7 +30,7 @@ from llmproxy.lifecycle.background import background_task, spawned
 from llmproxy.lifecycle.descriptors import clients_of_process, connections_max
 from llmproxy.observe import logs
 from llmproxy.remote import messages
-from llmproxy.remote.link import TO_WORKER, Link
+from llmproxy.remote.link import TO_WORKER, Link, LocalLink
 from llmproxy.remote.pages import RemotePages
 from llmproxy.remote.workers.leasing import RemoteEstimator, RemoteExits, WorkerLeasing
 from llmproxy.upstream.client import HttpUpstream
@@ -43,7 +43,7 @@ BODY_BYTES_REPORT_S = 1.0
 _log = structlog.get_logger()
 
 
-class _Scheduler:
+class SchedulerConnection:
     """The connection to the scheduler. It queues messages until the worker can handle them."""
 
     def __init__(self) -> None:
@@ -59,8 +59,10 @@ class _Scheduler:
     def handle_by(self, handle: Callable[[messages.ToWorker], None], on_lost: Callable[[], None]) -> None:
         """Pass the queued and all further messages to `handle`. `on_lost` is called when the connection ends."""
         self._handle, self._on_lost = handle, on_lost
+        # As for messages that come later, an exception of `handle` is reported, and the next message is handled.
+        queued = LocalLink(handle)
         for message in self._early:
-            handle(message)
+            queued.send(message)
         self._early.clear()
 
     def _handle_or_queue(self, message: messages.ToWorker) -> None:
@@ -165,7 +167,7 @@ class _Worker:
 
 
 async def _serve(end: socket.socket) -> int:
-    scheduler = _Scheduler()
+    scheduler = SchedulerConnection()
     await asyncio.get_running_loop().create_unix_connection(lambda: scheduler.link, sock=end)
     try:
         start = await scheduler.started
@@ -202,7 +204,7 @@ async def _serve(end: socket.socket) -> int:
     return int(scheduler.lost.is_set())
 
 
-async def _close_link(scheduler: _Scheduler) -> None:
+async def _close_link(scheduler: SchedulerConnection) -> None:
     """Send the queued messages, and close the connection."""
     if not scheduler.lost.is_set():
         scheduler.link.close()

@@ -19,7 +19,7 @@ from llmproxy.remote.cluster.hand_over import LEARNED_S
 from llmproxy.remote.cluster.incoming import CLAIMED_EPOCH_MAX
 from llmproxy.remote.cluster.pages import PAGE_BYTES_MAX, cluster_status
 from llmproxy.remote.cluster.sessions import MemberSession, MemberSessions
-from llmproxy.remote.link import FRAME_BYTES_MAX, HELLO_BYTES_MAX, SILENCE_S, UNSENT_BYTES_MAX, Link, frame
+from llmproxy.remote.link import FRAME_BYTES_MAX, HELLO_BYTES_MAX, SILENCE_S, UNSENT_BYTES_MAX, Link, LocalLink, frame
 from llmproxy.remote.messages import (
     PROTOCOL,
     Hello,
@@ -238,7 +238,7 @@ async def test_garbage_ends_its_connection_alone(data: bytes, member: bool) -> N
             one.hello()
         await asyncio.sleep(0.1)
         with capture_logs() as lines:
-            one.link.transport.write(data)  # type: ignore[attr-defined]
+            one.link.transport.write(data)
             await asyncio.sleep(0.1)
         assert one.lost
         assert reported == [], "it is no bug of this program"
@@ -252,13 +252,13 @@ async def test_garbage_ends_its_connection_alone(data: bytes, member: bool) -> N
 async def test_before_its_hello_a_member_sends_small_frames_alone() -> None:
     async with world(2) as found:
         one = Stranger(found)
-        one.link.transport.write((HELLO_BYTES_MAX + 1).to_bytes(4, "big"))  # type: ignore[attr-defined]
+        one.link.transport.write((HELLO_BYTES_MAX + 1).to_bytes(4, "big"))
         await asyncio.sleep(0.1)
         assert one.lost
         other = Stranger(found)
         other.hello()
         await asyncio.sleep(0.1)
-        other.link.transport.write((HELLO_BYTES_MAX + 1).to_bytes(4, "big"))  # type: ignore[attr-defined]
+        other.link.transport.write((HELLO_BYTES_MAX + 1).to_bytes(4, "big"))
         await asyncio.sleep(0.1)
         assert not other.lost
         await other.end()
@@ -280,7 +280,7 @@ async def test_an_epoch_that_no_election_can_have_reached_moves_no_leader(epoch:
 async def test_a_frame_that_is_cut_is_nothing() -> None:
     async with world(2) as found:
         one = Stranger(found)
-        one.link.transport.write(frame([Ping()])[:-1])  # type: ignore[attr-defined]
+        one.link.transport.write(frame([Ping()])[:-1])
         await one.end()
 
 
@@ -766,7 +766,7 @@ async def test_a_call_of_the_next_connection_may_have_the_number_of_one_of_the_l
         leader.dispatcher.expects_backends(True)
         hello = Hello(PROTOCOL, "0", "m1", "1", "", "config", 0)
         assert leader.cluster.sessions is not None
-        session = leader.cluster.sessions.join(hello, Link(TO_MEMBER, lambda _: None, lambda: None, local=False))
+        session = leader.cluster.sessions.join(hello, LocalLink(lambda _: None))
         for _ in range(2):
             session.server.handle(Resume(frozenset(), frozenset()))
             session.server.handle(messages.Resolve(-1, "later", 60.0, 1))

@@ -19,6 +19,7 @@ from llmproxy.core.lease_events import Progress, Recomputing, Returned, Started
 from llmproxy.observe.packed import INTEGER_MAX
 from llmproxy.remote import messages
 from llmproxy.remote.link import FROM_WORKER, TO_WORKER, BrokenFrameError, Decoder, Frames, Link, frame
+from llmproxy.remote.workers.main import SchedulerConnection
 from tests.core.make import request
 from tests.dispatching import turns, virtual
 from tests.exits import exit_of
@@ -254,3 +255,32 @@ async def test_a_broken_frame_ends_the_connection() -> None:
 def test_frames_are_small() -> None:
     assert len(frame([Progress(12345, 96)])) < 16
     assert len(msgspec.msgpack.encode(Started(12345))) < 8
+
+
+# --- the start of a worker --------------------------------------------------------------------------------------------
+
+
+@virtual
+async def test_a_queued_message_that_fails_loses_none_after_it() -> None:
+    reported: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+    connection, handled = SchedulerConnection(), list[str]()
+
+    def handle(message: messages.ToWorker) -> None:
+        handled.append(type(message).__name__)
+        if len(handled) == 1:
+            raise RuntimeError("a bug")
+
+    connection.link.data_received(frame([messages.ShutdownState(), messages.LearnedEstimates({})]))
+    connection.handle_by(handle, lambda: None)
+    connection.link.data_received(frame([messages.NewConfig(b"")]))
+    assert handled == ["ShutdownState", "LearnedEstimates", "NewConfig"]
+    assert [str(one["exception"]) for one in reported] == ["a bug"]
+
+
+@virtual
+async def test_nothing_is_sent_before_a_connection_is_open() -> None:
+    """Without a transport, the message would never be sent."""
+    link: Link[Any] = Link(TO_WORKER, lambda _: None, lambda: None, local=True)
+    with pytest.raises(AssertionError):
+        link.send(messages.WorkerIdle())
