@@ -118,11 +118,11 @@ class Proxy:
 
     @property
     def open_requests(self) -> int:
-        """Number of requests that have not ended."""
+        """The number of requests that have not ended."""
         return self.front.open_requests
 
     def reconfigure(self, config: Config) -> None:
-        """Replace the configuration as a whole. Raises ConfigError before any change."""
+        """Replaces the configuration as a whole. Raises ConfigError before any change."""
         _check(config)
         settings = settings_of(config)
         self.gateway.reconfigure(config)
@@ -143,7 +143,7 @@ class Proxy:
         self.discovery.reconfigure(self.config)
 
     def flush_records(self) -> None:
-        """Write the records of all ended requests to the log, the metrics and the other readers now."""
+        """Writes the records of all ended requests to the log, the metrics and the other readers now."""
         self.exits.flush()
         self.handler.log_lines.flush()
 
@@ -338,7 +338,7 @@ async def _build(
 
 
 async def _listen(stack: AsyncExitStack, proxy: Proxy, sockets: Sockets, router: Router) -> None:
-    """Open the ports for clients, in this process or in relay workers, and for operators. Raises ListenError."""
+    """Opens the ports for clients, in this process or in relay workers, and for operators. Raises ListenError."""
     config = proxy.config
     client_tls = ClientTls.from_config(config.tls)
     # The port of clients first: a socket of the service manager is for clients.
@@ -387,8 +387,7 @@ def _pools(config: Config, limits: SharedLimits | None) -> Pools:
 def _exit_readers(
     stack: AsyncExitStack, config: Config, metrics: Metrics, now: float, current: Callable[[], Config]
 ) -> Iterator[Callable[[RequestExit], None]]:
-    """Yields the configured readers of request exit records, except the metrics. The readers close when `stack` is
-    left.
+    """Yields the configured readers of exit records, except the metrics. The readers close when `stack` is left.
 
     `current` returns the current configuration.
     """

@@ -27,7 +27,7 @@ _log = structlog.get_logger()
 
 
 def run(config: Config, reread: Reread | None = None) -> int:
-    """Serve until SIGTERM or SIGINT, or until a successor serves (SIGUSR2), then drain. Returns the exit code.
+    """Serves until SIGTERM or SIGINT, or until a successor serves (SIGUSR2), then drain. Returns the exit code.
 
     `reread` reads `config` again; None if `config` did not come from a file.
     """
@@ -104,7 +104,7 @@ async def _serve(config: Config, reread: Reread | None) -> int:
 
 
 async def _shut_down(proxy: Proxy, signals: ProcessSignals) -> bool:
-    """Drain until all requests have ended, or until a timeout or second signal. Returns whether all have ended."""
+    """Drains until all requests have ended, or until a timeout or second signal. Returns whether all have ended."""
     config = proxy.config
     if signals.successor_pid is not None:
         # Before the log line, so that every request after the line gets `Connection: close`.

@@ -92,14 +92,14 @@ class BackendRegistry:
 
     @property
     def backends(self) -> Mapping[str, BackendConfig]:
-        """A live map of names to configurations, of all backends including those being removed. A backend that is
+        """A live map of backend names to configurations, including backends that are being removed. A backend that is
         listed again while it is being removed moves to the end.
         """
         return MappingProxyType(self._backends)
 
     @property
     def pollers(self) -> Mapping[str, Poller]:
-        """A live map of names to pollers, of all backends."""
+        """A live map of backend names to pollers."""
         return MappingProxyType(self._pollers)
 
     # --- what sources and operators want --------------------------------------------------------------------------

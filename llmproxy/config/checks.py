@@ -1,4 +1,4 @@
-"""Validation helpers: checks across several values, and bands given by name."""
+"""Validation helpers: checks across several values, and the look-up of bands by name."""
 
 from __future__ import annotations
 

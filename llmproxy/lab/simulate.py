@@ -1,4 +1,4 @@
-"""`llmproxy simulate`: from command line options to a table, `result.json` and `report.html`."""
+"""Runs `llmproxy simulate`, and writes a table, `result.json` and `report.html`."""
 
 from __future__ import annotations
 

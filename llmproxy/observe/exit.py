@@ -20,8 +20,7 @@ _NEVER_GRANTED = Attempt()
 
 
 class RequestExit(Struct, kw_only=True, omit_defaults=True):
-    """The record of a request, begun at its arrival and complete at its end. Log, metrics, pages and traces read it
-    then.
+    """The record of a request, begun at its arrival and complete at its end, for the log, metrics, pages and traces.
 
     It has no text of the prompt or the answer, and only the name of the key. Values that are unknown when a request is
     refused, such as band and estimate, are None.
@@ -161,7 +160,7 @@ class RequestExit(Struct, kw_only=True, omit_defaults=True):
 
 
 class ExitSink(Protocol):
-    """Receives exit records and counts."""
+    """Receives exit records, and counts of attempts and lost log lines."""
 
     def record(self, ended: RequestExit) -> None:
         """Records a finished request."""

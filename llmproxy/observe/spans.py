@@ -164,7 +164,7 @@ class SpanExport:
 
 
 def _count(ended: RequestExit) -> int:
-    """Returns the number of spans of a request: itself, two for each attempt, and another for a wait without a
+    """Returns the number of spans of a request: its own span, two for each attempt, and another for a wait without a
     grant.
     """
     return 1 + 2 * len(ended.tried) + (ended.queued_s is not None)

@@ -32,7 +32,7 @@ class Active:
         self._sums: dict[str, int] = {}
 
     def with_prompt(self, blocks: dict[Block, int], views: Sequence[View]) -> list[int]:
-        """Returns, for each of `views`, the engine blocks in use if the prompt of `blocks` were added."""
+        """Returns, for each of `views`, the number of engine blocks in use if this prompt were added."""
         own = sum(map(_blocks_of, blocks.values()))
         shared = self._index.matches(blocks, unbroken=True)
         found = []

@@ -6,9 +6,9 @@ thresholds are as documented. Differences:
 
 * Requests wait in this project's queue (strict bands, first come, first served), without EPP's check for expired
   requests once a second.
-* Prompts are divided into the blocks of the trace, because a trace has no text. * Neither default has the scorer for
-adapters. Each adapter has separate blocks, as in EPP. * Two defects of EPP's index are fixed, as in later versions:
-heads evicted before their tails, and a capacity of
+* Prompts are divided into the blocks of the trace, because a trace has no text.
+* Neither default has the scorer for adapters. Each adapter has separate blocks, as in EPP.
+* Two defects of EPP's index are fixed, as in later versions: heads evicted before their tails, and a capacity of
   16-token blocks counted in 64-token blocks.
 """
 
@@ -89,10 +89,10 @@ def blend(queue: float = 2.0, kv: float = 2.0, prefix: float = 3.0) -> Profile:
 def sticky(match: float = 0.8, penalty_s: float = 18.0, rate: float = 15_928.0) -> Profile:
     """Returns a profile with prefix-cache-affinity-filter and token-load-scorer.
 
-    A backend is warm if it has at least the share `match` of the prompt's blocks. The filter keeps only warm backends
-    if there are any, unless the least loaded would begin more than `penalty_s` later than the least loaded other
-    backend, at `rate` prompt tokens per second (0: no such exception). The candidate with the fewest tokens in flight,
-    including this prompt's uncached tokens, is chosen.
+    A backend is warm if it has at least the share `match` of the prompt's blocks. Warm backends are the only
+    candidates, unless the least loaded of them would begin more than `penalty_s` (0: no limit) later than the least
+    loaded other backend, at `rate` prompt tokens per second. The candidate with the fewest tokens in flight, including
+    this prompt's uncached tokens, is chosen.
     """
 
     def warm_candidates(candidates: Sequence[Candidate]) -> Sequence[Candidate]:

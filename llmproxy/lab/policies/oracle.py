@@ -60,9 +60,10 @@ class Oracle(Placement):
 
     * the time until the request can begin (a free sequence, an adapter slot, KV cache for prompt and answer, earlier
       prompts),
-    * the prefill of uncached tokens, * the answer, with its true length and step times, * the delay that this prefill
-    and decode cause to every request in the batch, * the prefill a second time, as a penalty: a prefix in the caches of
-    two replicas evicts other blocks.
+    * the prefill of uncached tokens,
+    * the answer, with its true length and step times,
+    * the delay that this prefill and decode cause to every request in the batch,
+    * the prefill a second time, as a penalty: a prefix in the caches of two replicas evicts other blocks.
 
     Candidates are the replicas that can begin at once, and replicas with so many more cached tokens that waiting may
     pay. If the best candidate cannot begin soon, the request waits, and a request of higher priority may overtake it.

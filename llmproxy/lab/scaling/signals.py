@@ -17,10 +17,10 @@ from llmproxy.lab.scaling.hpa import DEFAULTS, FOLLOWING, HpaRules
 class Look:
     """The inputs of an autoscaling signal at one moment.
 
-    `waiting` counts requests in the proxies' queues. `late` is the p90 of (time to first token / its objective) in the
-    last minute, None without requests; `prompt_tokens` and `output_tokens` are means of these requests.
-    `uncached_tokens` is the prefill work of requests without a first token. `coming` is the number of replicas that the
-    work of the near future needs.
+    `waiting` counts requests in the proxies' queues. `late` is the p90 of the last minute's times to first token, each
+    divided by its objective; None without requests. `prompt_tokens` and `output_tokens` are means over the same
+    requests. `uncached_tokens` is the prefill work of requests without a first token. `coming` is the number of
+    replicas that the work of the near future needs.
     """
 
     now: float

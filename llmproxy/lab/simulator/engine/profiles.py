@@ -18,24 +18,22 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Coefficients of a step's cost in milliseconds; `step_s` has the formula.
+    """Coefficients of a step's cost in milliseconds; `step_s` has the formula."""
 
-    Linear layers take the larger of `small_ms` (constant, per token), bound by weight reads, and `large_ms` (constant,
-    per token), bound by compute. Attention takes `decode_ms` (per step, per token of context) and `prefill_ms` (per
-    chunk, per squared position) in addition. `prefill_factor` multiplies the compute-bound cost of a prefill token:
-    some published runs suggest 1.9. `frontend_s` is the time for HTTP and tokenising before the engine gets a request.
-    """
-
+    # Linear layers: (constant, per token). A step takes the larger cost: weight reads (`small_ms`) or compute.
     small_ms: tuple[float, float]
     large_ms: tuple[float, float]
+    # Attention, in addition: (per step, per token of context), and (per chunk, per squared position).
     decode_ms: tuple[float, float]
     prefill_ms: tuple[float, float]
     kv_tokens: int
     overhead_ms: float = 1.2
+    # HTTP and tokenising, before the engine gets a request.
     frontend_s: float = 0.016
     adapter_factor: float = 1.05
     adapter_load_s: float = 0.010
     adapter_cold_load_s: float = 0.300
+    # Factor on the compute-bound cost of a prefill token: some published runs suggest 1.9.
     prefill_factor: float = 1.0
 
     def step_s(
