@@ -311,7 +311,7 @@ class HttpExchange:
             while self._sink is not None and not self.ended:
                 await self._more()
         finally:
-            self._sink = None
+            self._sink = self._sink_error = None
 
     def halt(self) -> None:
         self._sink = None
@@ -335,7 +335,11 @@ class HttpExchange:
         # An exception refers to frames that refer to this exchange, so it is not stored here, to avoid a cycle.
         if self._sink_error is not None:
             error, self._sink_error = self._sink_error, None
-            raise error
+            try:
+                raise error
+            finally:
+                # Its traceback refers to this frame.
+                del error
         if self._broken is not None:
             kind, why = self._broken
             raise kind(why)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -73,6 +74,22 @@ async def test_a_burst_is_accepted_in_a_few_turns() -> None:
         one.setblocking(False)
         await loop.sock_sendall(one, b"x")
         assert await loop.sock_recv(one, 10) == b"x"
+    acceptor.close()
+    close(*found)
+
+
+async def test_a_turn_accepts_a_bounded_number_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accepting, "ACCEPTS_MAX", 7)
+    made: list[Echo] = []
+    listening = opened()
+    found = clients(listening, BURST)
+    acceptor = Acceptor([listening], lambda: Echo(made))
+    counts = [0]
+    async with asyncio.timeout(10):
+        while len(made) < BURST:
+            await asyncio.sleep(0)
+            counts.append(len(made))
+    assert max(after - before for before, after in itertools.pairwise(counts)) == 7
     acceptor.close()
     close(*found)
 

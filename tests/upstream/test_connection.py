@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
+import weakref
+from contextlib import suppress
 from typing import cast
 
 import pytest
@@ -257,6 +260,42 @@ async def test_a_sink_that_fails_cuts_the_connection_and_is_reported(upstream: H
         await exchange.flow(sink)
     exchange.close()
     await gone(server)
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_failed_sinks_leave_nothing_to_the_garbage_collector(
+    upstream: HttpUpstream, server: RawServer, cancelled: bool
+) -> None:
+    class LeftError(ConnectionResetError):
+        pass
+
+    go_on = asyncio.Event()
+    server.script = in_two(CHUNKED, go_on, b"3\r\none\r\n")
+    exchange = await post(upstream, server.url)
+    raised: list[weakref.ref[LeftError]] = []
+
+    def sink(_: bytes) -> None:
+        if cancelled:
+            tasks[0].cancel()
+        error = LeftError()
+        raised.append(weakref.ref(error))
+        try:
+            raise error
+        finally:
+            del error
+
+    tasks = [asyncio.create_task(exchange.flow(sink))]
+    await asyncio.sleep(0)
+    gc.disable()
+    try:
+        go_on.set()
+        with suppress(LeftError, asyncio.CancelledError):
+            await tasks[0]
+        tasks.clear()
+        await asyncio.sleep(0)
+        assert [ref() for ref in raised] == [None]
+    finally:
+        gc.enable()
 
 
 async def test_broken_flow_passes_earlier_bytes_on(upstream: HttpUpstream, server: RawServer) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol, cast
 
 from aiohttp import HttpVersion10, HttpVersion11, StreamReader, web
@@ -81,6 +83,7 @@ class ClientConnection(web.RequestHandler):
         "_limits",
         "_unread_timer",
         "_wire",
+        "left",
         "writer",
     )
 
@@ -97,6 +100,8 @@ class ClientConnection(web.RequestHandler):
         self._latest = b""
         self._unread_timer: asyncio.TimerHandle | None = None
         self._wire: asyncio.Transport | None = None
+        # The connection has ended. Its handler is cancelled soon.
+        self.left = False
         self.writer: PausableWriter | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -116,13 +121,27 @@ class ClientConnection(web.RequestHandler):
         self._wire.write(self._conn_handler.reject(refused))
         self._wire.close()
 
+    def eof_received(self) -> bool | None:  # type: ignore[override] # as asyncio's protocols do
+        """Closes the connection in its turn, because thousands of clients may leave at once. Returns whether it stays
+        open until then. TLS always closes it at once.
+        """
+        server = cast("ClientServer | None", self._manager)
+        if server is None or self._wire is None or self._address is None:
+            return None
+        server.lose_soon(self._wire.close)
+        return True
+
     def connection_lost(self, exc: BaseException | None) -> None:
-        server, handler = cast("ClientServer | None", self._manager), self._task_handler
-        # Otherwise aiohttp would cancel the handler now.
-        self._task_handler = None
+        self.left = True
+        server = cast("ClientServer | None", self._manager)
+        if server is None:
+            self._lose(exc)
+        else:
+            server.lose_soon(partial(self._lose, exc))
+
+    def _lose(self, exc: BaseException | None) -> None:
+        """Cancels the handler of a client that has left."""
         super().connection_lost(exc)
-        if server is not None and handler is not None:
-            server.cancel_soon(handler)
         self.writer = self._wire = None
         self._end_head()
         self._cancel_unread_timer()
@@ -301,13 +320,13 @@ class ClientServer(web.Server):
         self._conn_handler = handler
         self._limits = limits
         self._tls = tls
-        self._begins, self._cancels = PacedCalls(), PacedCalls()
+        self._begins, self._losses = PacedCalls(), PacedCalls()
 
-    def cancel_soon(self, handler: asyncio.Task[None]) -> None:
-        """Cancels the handler of a client that has left. Of many handlers, a few are cancelled in each iteration of the
+    def lose_soon(self, lose: Callable[[], object]) -> None:
+        """Makes the call `lose` for a client that has left. Of many clients, a few are lost in each iteration of the
         event loop.
         """
-        self._cancels.add(handler.cancel)
+        self._losses.add(lose)
 
     async def turn(self) -> None:
         """Waits until a new connection may begin its first request, so that a burst of new clients does not delay

@@ -194,6 +194,8 @@ class ResponseWriter:
         """
         if not whole and self.response is not None:
             self.response.force_close()
+        if self._connection is not None and self._connection.left:
+            raise ConnectionResetError("its connection is closed")
         self._send(b"0\r\n\r\n" if self._chunked and whole else b"")
         await self.drained()
         if self._connection is not None:
@@ -212,7 +214,12 @@ class ResponseWriter:
             # The server library takes a number above 0 as a sign that an answer has begun.
             self._request.writer.output_size = len(data)
         if self._transport is None or self._transport.is_closing():
-            raise ConnectionResetError("its connection is closed")
+            if self._connection is None or not self._connection.left:
+                raise ConnectionResetError("its connection is closed")
+            # The handler is cancelled in its turn. If thousands of clients leave at once, not all may end at once.
+            if self.source is not None:
+                self.source.pause()
+            return
         if data:
             self._transport.write(data)
 

@@ -1,6 +1,6 @@
 """A request that was served is gone with its last reference: the collector, which comes late, finds nothing of it.
 
-The serving process looks for cycles only when 20,000 objects more have come than went (`process.GC_THRESHOLDS`), and
+The serving process looks for cycles only when 10,000 objects more have come than went (`GC_THRESHOLDS`), and
 until then each request caught in one would keep its whole body.
 """
 

@@ -15,6 +15,7 @@ from llmproxy.config import ClientsConfig
 from llmproxy.gateway.http.client_limits import ClientLimits
 from llmproxy.gateway.http.connection import ClientServer
 from llmproxy.gateway.http.errors import Failure
+from llmproxy.gateway.proxying.response_writer import ResponseWriter
 from llmproxy.lifecycle.accepting import Acceptor
 from llmproxy.lifecycle.paced import CALLS
 
@@ -72,6 +73,51 @@ async def test_clients_that_leave_together_take_a_little_of_many_turns() -> None
             before = handler.running
     server.close()
     assert 0 < max(ended) <= CALLS
+
+
+async def test_bytes_for_a_client_that_left_are_dropped_until_its_handler_is_cancelled() -> None:
+    """Otherwise the next bytes of thousands of clients would end as many handlers in one turn."""
+    ends: list[str] = []
+    writers: list[ResponseWriter] = []
+    paused: list[bool] = []
+
+    class Source:
+        def pause(self) -> None:
+            paused.append(True)
+
+        def resume(self) -> None:
+            raise AssertionError("a client that left reads nothing")
+
+    class Streaming(Waiting):
+        async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+            writer = ResponseWriter(request, {})
+            writer.commit(200, "OK", [])
+            writer.write(b"x")
+            writer.source = Source()
+            writers.append(writer)
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                writer.write(b"y")
+                try:
+                    await writer.end()
+                except ConnectionResetError as error:
+                    ends.append(str(error))
+                raise
+            return web.Response()
+
+    factory = ClientServer(Streaming(), ClientsConfig())
+    server = await asyncio.get_running_loop().create_server(factory, "127.0.0.1", 0)
+    with socket.create_connection(server.sockets[0].getsockname()) as client:
+        client.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+        async with asyncio.timeout(10):
+            while not writers:  # noqa: ASYNC110 - each pass is one turn of the loop
+                await asyncio.sleep(0)
+    async with asyncio.timeout(10):
+        while not ends:  # noqa: ASYNC110 - as above
+            await asyncio.sleep(0)
+    server.close()
+    assert (ends, bool(paused)) == (["its connection is closed"], True)
 
 
 async def test_clients_that_come_together_begin_in_many_turns_and_probes_before_them() -> None:
