@@ -134,7 +134,7 @@ def _simulate(options: Options) -> None:
             console.print(f"{run.policy}, seed {run.seed}: {text}", markup=False)
     if options.out is not None:
         own = [one.run.policy for one, as_named in zip(finished, plain, strict=True) if is_own(as_named.run.policy)]
-        _write(options.out, options, result, finished, own, _extra(finished, sizes, splits, simulation.wanted), console)
+        _write(options.out, options, result, own, _extra(finished, sizes, splits, simulation.wanted), console)
 
 
 def _wanted(options: Options) -> Wanted:
@@ -152,11 +152,11 @@ def _extra(finished: Sequence[Finished], sizes: Sequence[Sizes], splits: Sequenc
         return Extra()
 
     def draw() -> list[Plot]:
-        from llmproxy.lab.results import scaling_plots
+        from llmproxy.lab.results import plots
 
-        plots = [scaling_plots.sizes_plot(sizes, wanted)] if sizes else []
-        plots += [scaling_plots.splits_plot(splits, wanted)] if splits else []
-        return [*plots, scaling_plots.replicas_plot(list(scaled.items())[::-1])] if scaled else plots
+        drawn = [plots.sizes_plot(sizes, wanted)] if sizes else []
+        drawn += [plots.splits_plot(splits, wanted)] if splits else []
+        return [*drawn, plots.replicas_plot(list(scaled.items())[::-1])] if scaled else drawn
 
     return Extra(draw=draw)
 
@@ -247,15 +247,14 @@ def _description(options: Options, fleet: SimulatedFleet, plans: Sequence[Policy
 
 
 def _write(
-    out: Path, options: Options, result: SimulationResult, finished: Sequence[Finished], own: Sequence[str],
-    extra: Extra, console: Console,
+    out: Path, options: Options, result: SimulationResult, own: Sequence[str], extra: Extra,
+    console: Console,
 ) -> None:  # fmt: skip
     try:
         (out / "result.json").write_bytes(to_bytes(result))
         console.print(f"wrote {out / 'result.json'}", soft_wrap=True, markup=False)
-        trails = {one.run.point: one.trail for one in finished}
         title = f"{Path(options.trace).name} on {Path(options.fleet).name}"
-        (out / "report.html").write_text(page(result, trails, title, own, extra), encoding="utf-8")
+        (out / "report.html").write_text(page(result, title, own, extra), encoding="utf-8")
         console.print(f"wrote {out / 'report.html'}", soft_wrap=True, markup=False)
     except ReportUnavailable as error:
         (out / "report.html").unlink()

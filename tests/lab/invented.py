@@ -10,7 +10,7 @@ from pydantic import JsonValue
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Outcome
 from llmproxy.lab.results.record import Record
 from llmproxy.lab.results.recorder import RunRecorder
-from llmproxy.lab.results.result import Bound, Point, RunResult, SimulationResult, Trail, load_label
+from llmproxy.lab.results.result import Bound, RunResult, SimulationResult, load_label
 from llmproxy.lab.traces.arrival import Arrival
 from tests.lab.baselines.baseline_world import NAMES
 
@@ -27,7 +27,7 @@ def invented_run(
     skill: float = 0.5,
     tenants: int = 5,
     count: int = 400,
-) -> tuple[RunResult, Trail]:
+) -> RunResult:
     """A run of `count` requests. Figures improve with `skill`, 0..1, and worsen with `rate`. Skill 0 completes none."""
     rng = Random(f"{policy} {rate} {seed}")
     names = [f"gpu-{i:02d}" for i in range(REPLICAS)]
@@ -41,7 +41,7 @@ def invented_run(
         at_s = i * DURATION_S / 120
         load = {name: (rng.randint(0, int(40 * rate)), rng.randint(0, int(4 * rate))) for name in names}
         recorder.sample(at_s, load, {DEFAULT: int(10 * rate)})
-    return recorder.result(policy, seed, rate, 1.0), recorder.trail()
+    return recorder.result(policy, seed, rate, 1.0)
 
 
 def _record(
@@ -76,16 +76,14 @@ def invented(
     seeds: int = 1,
     tenants: int = 5,
     count: int = 400,
-) -> tuple[SimulationResult, dict[Point, Trail]]:
-    """A result and its trails: `policies`, the better the earlier in the list, at all `rates`."""
-    runs, trails = [], {}
+) -> SimulationResult:
+    """A result: `policies`, the better the earlier in the list, at all `rates`."""
+    runs = []
     for rate in rates:
         for rank, policy in enumerate(policies):
             for seed in range(1, seeds + 1):
                 skill = 0.95 if policy == "oracle" else 0.9 - 0.7 * rank / len(policies)
-                run, trail = invented_run(policy, rate, seed=seed, skill=skill, tenants=tenants, count=count)
-                runs.append(run)
-                trails[run.point] = trail
+                runs.append(invented_run(policy, rate, seed=seed, skill=skill, tenants=tenants, count=count))
     bounds = {
         "hit_pooled_lru": Bound(
             value=0.331,
@@ -103,4 +101,4 @@ def invented(
         "requests": count,
         "scheduling": {"fairness": "drr", "placement": "blend", "ceilings": {"default": 1.0, "sheddable": 0.8}},
     }
-    return SimulationResult(runs=runs, bounds={load_label(rate, 1.0): bounds for rate in rates}, config=config), trails
+    return SimulationResult(runs=runs, bounds={load_label(rate, 1.0): bounds for rate in rates}, config=config)

@@ -151,10 +151,9 @@ def write_pages(out: Path, found: Sequence[Place], runs: Runs, seeds: Sequence[i
         folder = out / scenario.key.lower() / "".join(c if c.isalnum() else "-" for c in case.name.lower())
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "result.json").write_bytes(to_bytes(result))
-        trails = {one.run.point: one.trail for one in some if one.run.point.seed == seeds[0]}
         extra = Extra([ExtraTable(f"Goals: {label}", GOAL_HEADS, rows) for label, rows in goals.items()], None)
         try:
-            html = page(result, trails, f"{scenario.key} {scenario.title}: {case.name}", OURS, extra)
+            html = page(result, f"{scenario.key} {scenario.title}: {case.name}", OURS, extra)
             (folder / "report.html").write_text(html, encoding="utf-8")
         except ReportUnavailable as error:
             print(f"no report.html: {error}")

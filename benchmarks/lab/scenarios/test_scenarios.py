@@ -32,17 +32,18 @@ from benchmarks.lab.scenarios.tables import found_at, goal_rows, print_place, pr
 from benchmarks.lab.scenarios.workloads import SCENARIOS
 from llmproxy.lab.fleet.fleet_file import fleet_named
 from llmproxy.lab.policies.by_name import plan_named
-from llmproxy.lab.results.result import Bound, Loaded, Point, RunResult
+from llmproxy.lab.results.result import Bound, Loaded, Point, RunResult, Trail
 from llmproxy.lab.run.runs import Finished
 from llmproxy.lab.traces.mix import Mix
 from tests.lab.invented import invented_run
 
+NO_TRAIL = Trail(load_at_s=[])
 CASES = [(scenario, case) for scenario in SCENARIOS for case in scenario.cases]
 NAMED = pytest.mark.parametrize(("scenario", "case"), CASES, ids=[f"{s.key} {c.name}" for s, c in CASES])
 
 
 def made(point: Point) -> Finished:
-    return Finished(*invented_run(point.policy, point.rate_scale, seed=point.seed, count=30))
+    return Finished(invented_run(point.policy, point.rate_scale, seed=point.seed, count=30), NO_TRAIL)
 
 
 def place_of(scenario: Scenario, case: Case, load: float | None = None) -> Place:
@@ -53,7 +54,7 @@ def place_of(scenario: Scenario, case: Case, load: float | None = None) -> Place
 
 
 def test_figure_of_a_band_or_of_victims_counts_their_requests_alone() -> None:
-    run: RunResult = invented_run("cost", 1.0)[0]
+    run: RunResult = invented_run("cost", 1.0)
     assert critical_goodput(run) == run.by_band["critical"].goodput
     loudest = max(run.by_tenant, key=lambda name: run.by_tenant[name].asked_share or 0.0)
     others = [group.goodput or 0.0 for name, group in run.by_tenant.items() if name != loudest]
@@ -149,7 +150,7 @@ def test_goals_are_printed_with_what_was_measured_and_what_was_wanted() -> None:
     scenario = SCENARIOS[0]
     goals = [Goal("up", 0.5, 0.9), Goal("down", 0.5, 0.9, at_least=False, about="why"), Goal("none", None, 1.0)]
     place = place_of(scenario, replace(scenario.cases[0], goals=lambda _: goals))
-    run = invented_run("cost", 1.0, count=30)[0]
+    run = invented_run("cost", 1.0, count=30)
     assert goal_rows(Found(place, {"cost": [run]}, {})) == [
         ["up", "0.5", ">= 0.9", "MISSED"],
         ["down", "0.5", "<= 0.9 (why)", "met"],
@@ -193,7 +194,7 @@ def test_run_beside_has_another_part_of_the_same_arrivals() -> None:
 
     def runs(where: Place, policy: str, seeds: Sequence[int]) -> list[Finished]:
         asked.append((where.label, policy))
-        return [Finished(*invented_run(policy, 1.0, seed=seed, count=30)) for seed in seeds]
+        return [Finished(invented_run(policy, 1.0, seed=seed, count=30), NO_TRAIL) for seed in seeds]
 
     found = found_at(place, runs, (1, 2))
     assert asked == [(place.label, "cost"), (other.label, "random")]
@@ -211,7 +212,7 @@ def test_a_proxy_that_is_given_the_limits_knows_those_of_its_fleet() -> None:
 
 
 def test_ratios_are_of_the_same_seeds() -> None:
-    runs = [invented_run("cost", 1.0, seed=seed, count=30)[0] for seed in (1, 2, 3)]
+    runs = [invented_run("cost", 1.0, seed=seed, count=30) for seed in (1, 2, 3)]
     figures = {1: 1.0, 2: 4.0, 3: 100.0}
     assert versus(runs[:2], runs[1:], lambda run: figures[run.seed]) == 1.0
     assert versus(runs[:1], runs[1:], lambda run: figures[run.seed]) is None
@@ -241,7 +242,7 @@ def test_goals_are_judged_with_and_without_runs(scenario: Scenario, case: Case) 
     assert not any(goal.met for goal in case.goals(empty))
     # A load at which nothing is completed has no latency either.
     for skill in (0.5, 0.0):
-        runs = [invented_run("cost", 1.0, seed=seed, skill=skill, count=200)[0] for seed in (1, 2)]
+        runs = [invented_run("cost", 1.0, seed=seed, skill=skill, count=200) for seed in (1, 2)]
         runs = [run.model_copy(update={"loaded": loaded}) for run in runs]
         full = Found(place, dict.fromkeys(case.policies, runs), dict.fromkeys((one.name for one in case.beside), runs))
         goals = case.goals(full)

@@ -16,7 +16,6 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogFormatter
 
 INK, MUTED, GRID, PAGE = "#1b1f24", "#6a737d", "#d8dee5", "#fefefe"
 SERIES = "#0060c0", "#c8500a", "#00805a", "#a8447f", "#2f9ac6", "#a87900", "#7a4b2a"
@@ -79,13 +78,6 @@ def short(name: str) -> str:
     # A legend hides names that begin with an underscore.
     name = f" {name}" if name.startswith("_") else name
     return name if len(name) <= NAME_MAX else f"{name[: NAME_MAX // 2 - 1]}…{name[-NAME_MAX // 2 :]}"
-
-
-def log_ticks(axes: Axes) -> None:
-    """Makes the x axis logarithmic, with plain numbers. A short axis has numbers between the decades too."""
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.xaxis.set_minor_formatter(LogFormatter(minor_thresholds=(3, 1)))
 
 
 def add_legend(figure: Figure, axes: Axes) -> None:

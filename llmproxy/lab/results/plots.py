@@ -1,106 +1,58 @@
-"""The plots of a report, drawn with matplotlib.
+"""The plots of a report, drawn with matplotlib: goodput over the load, fleets of several sizes, autoscaling.
 
 This module needs the optional dependency matplotlib; only the report imports it.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from llmproxy.core.domain import BAND_NAMES
-from llmproxy.lab.results.drawing import GRID, INK, MUTED, PAGE, SERIES, add_legend, log_ticks, new_figure, short
-from llmproxy.lab.results.result import (
-    REFERENCES,
-    LoadPoint,
-    Point,
-    RunResult,
-    SimulationResult,
-    Trail,
-    load_points,
-    policies_of,
-)
-from llmproxy.lab.results.sums import OTHER
+from llmproxy.lab.results.drawing import INK, SERIES, add_legend, new_figure, short
+from llmproxy.lab.results.fleet_tables import Sizes, Splits
+from llmproxy.lab.results.objectives import Wanted
+from llmproxy.lab.results.result import REFERENCES, LoadPoint, SimulationResult, Trail, load_points, policies_of
 
-HIT_BOUND = "hit_pooled_lru"
-"""The bound that is a hit ratio."""
-WAIT_MIN_S = 0.001
-"""Waits below this count as no wait."""
 DASHES: tuple[Any, ...] = ((0, (5, 1.6)), "-", (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)), (0, (3, 1.2)))
+SIGNALS: tuple[Any, ...] = ("-", (0, (5, 1.6)), (0, (1.2, 1.2)))
+"""Lines of autoscaling signals."""
 BOUND_STYLE: Any = {"color": INK, "linewidth": 1, "linestyle": (0, (4, 2))}
-LABEL: Any = {
-    "textcoords": "offset points", "bbox": {"facecolor": PAGE, "edgecolor": "none", "pad": 0.8}, "zorder": 6
-}  # fmt: skip
 MARKERS = "osD^vPX<>*h"
-PANELS_ACROSS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """A figure and its caption. Without a figure, the caption says why there is none."""
+    """A figure and its caption."""
 
     title: str
     caption: str
-    figure: Figure | None = None
+    figure: Figure
 
 
-@dataclass(frozen=True, slots=True)
-class _Data:
-    points: list[LoadPoint]
-    # Keyword arguments of each policy's line. The page finds a line by its `gid`.
-    looks: dict[str, dict[str, Any]]
-    # The load of the plots that show a single load.
-    at: LoadPoint
-    # The runs at this load with one seed and a trail.
-    shown: list[tuple[RunResult, Trail]]
-
-    def plot(self, title: str, text: str, figure: Figure, drawn: Collection[str], missing: str = "") -> Plot:
-        """Returns a plot. Its caption names the shown run, and the policies that are not `drawn`, with the reason."""
-        absent = [run.policy for run, _ in self.shown if run.policy not in drawn]
-        reason = f" Not shown, because they {missing}: {', '.join(absent)}." if absent else ""
-        return Plot(title, f"{text} At {self.at.label}, seed {self.shown[0][0].seed}.{reason}", figure)
-
-
-def draw_all(result: SimulationResult, trails: Mapping[Point, Trail], own: Collection[str]) -> list[Plot]:
-    """Returns all plots of a report in order; none for a result without runs. Call it within `style`."""
-    if not result.runs:
-        return []
+def goodput_plot(result: SimulationResult, own: Collection[str]) -> Plot | None:
+    """Draws goodput against load; None without several loads. Call it within `style`."""
     points = load_points(result)
-    at = max(points, key=_goodput_spread)
-    data = _Data(points, _looks(policies_of(result), own), at, _shown(result, trails, at))
-    if not data.shown:
-        return [_goodput(data)]
-    return [
-        _goodput(data),
-        _cdf(data, "Time to first token", "ttft_cdf", "time to first token, seconds", 1.0),
-        _cdf(data, "Time per output token", "tpot_cdf", "mean time per token after the first, milliseconds", 1e3),
-        _queue_waits(data),
-        _loads(data),
-        _hits(data),
-        _shares(data),
-    ]
-
-
-def _goodput_spread(point: LoadPoint) -> float:
-    figures = [row.goodput for row in point.rows if row.goodput is not None and row.policy not in REFERENCES]
-    return max(figures) - min(figures) if figures else 0.0
-
-
-def _shown(result: SimulationResult, trails: Mapping[Point, Trail], at: LoadPoint) -> list[tuple[RunResult, Trail]]:
-    """Returns the runs at one load with the most frequent seed, in the order of the point's rows."""
-    here = [run for run in result.runs if (run.rate_scale, run.prefill_scale) == at[:2] and run.point in trails]
-    seeds = sorted(run.seed for run in here)
-    seed = max(seeds, key=seeds.count, default=None)
-    order = [row.policy for row in at.rows]
-    of_seed = sorted((run for run in here if run.seed == seed), key=lambda run: order.index(run.policy))
-    return [(run, trails[run.point]) for run in of_seed]
+    prefills = sorted({point.prefill_scale for point in points})
+    known = any(row.goodput is not None for point in points for row in point.rows)
+    if len(points) == len(prefills) or not known:
+        return None
+    looks = _looks(policies_of(result), own)
+    figure = new_figure(3.6)
+    row_of_axes = figure.subplots(1, len(prefills), sharey=True, squeeze=False)[0]
+    for axes, prefill in zip(row_of_axes, prefills, strict=True):
+        _goodput_lines(axes, looks, [point for point in points if point.prefill_scale == prefill])
+        if len(prefills) > 1:
+            axes.set_title(f"prefill_scale {prefill:g}")
+    row_of_axes[0].set_ylabel("goodput")
+    add_legend(figure, row_of_axes[0])
+    spread = " Thin bars span the seeds." if any(row.seeds > 1 for point in points for row in point.rows) else ""
+    text = "Share of all offered requests that kept both objectives: higher is better, further right is busier."
+    return Plot("Goodput", f"{text}{spread}", figure)
 
 
 def _looks(policies: list[str], own: Collection[str]) -> dict[str, dict[str, Any]]:
@@ -122,37 +74,8 @@ def _looks(policies: list[str], own: Collection[str]) -> dict[str, dict[str, Any
     return looks
 
 
-# --- the plots --------------------------------------------------------------------------------------------------------
-
-
-def _goodput(data: _Data) -> Plot:
-    """Draws goodput against load, or bars for a single load."""
-    title, text = "Goodput", "Share of all offered requests that kept both objectives: "
-    prefills = sorted({point.prefill_scale for point in data.points})
-    if all(row.goodput is None for point in data.points for row in point.rows):
-        return Plot(title, "Left out: no request was offered.")
-    lines = len(data.points) > len(prefills)
-    figure = new_figure(3.6 if lines else 0.7 + 0.24 * len(data.looks))
-    row_of_axes = figure.subplots(1, len(prefills), sharey=True, squeeze=False)[0]
-    for axes, prefill in zip(row_of_axes, prefills, strict=True):
-        here = [point for point in data.points if point.prefill_scale == prefill]
-        if lines:
-            _goodput_lines(axes, data, here)
-        else:
-            _bars(axes, data, {row.policy: row.goodput for row in here[0].rows if row.goodput is not None})
-            axes.set(xlim=(0, 1.12), xlabel="goodput")
-        if len(prefills) > 1:
-            axes.set_title(f"prefill_scale {prefill:g}")
-    if not lines:
-        return Plot(title, f"{text}longer is better.", figure)
-    row_of_axes[0].set_ylabel("goodput")
-    add_legend(figure, row_of_axes[0])
-    spread = " Thin bars span the seeds." if any(row.seeds > 1 for point in data.points for row in point.rows) else ""
-    return Plot(title, f"{text}higher is better, further right is busier.{spread}", figure)
-
-
-def _goodput_lines(axes: Axes, data: _Data, points: list[LoadPoint]) -> None:
-    for policy, look in data.looks.items():
+def _goodput_lines(axes: Axes, looks: dict[str, dict[str, Any]], points: list[LoadPoint]) -> None:
+    for policy, look in looks.items():
         rows = [(p.rate_scale, row) for p in points for row in p.rows if row.policy == policy]
         known = [(rate, row.goodput, *row.goodput_range) for rate, row in rows if row.goodput_range is not None]
         rates, goods, lows, highs = zip(*known, strict=True) if known else [()] * 4
@@ -164,195 +87,104 @@ def _goodput_lines(axes: Axes, data: _Data, points: list[LoadPoint]) -> None:
     axes.set_xlabel("arrival rate, as a multiple of the trace's")
 
 
-def _cdf(data: _Data, title: str, field: str, label: str, unit: float) -> Plot:
-    """Draws the distribution of one time over all offered requests. `field` is the trail's curve, `unit` scales
-    seconds.
-    """
-    curves = {run.policy: (pairs, run) for run, trail in data.shown if (pairs := getattr(trail, field))}
-    if not curves:
-        return Plot(title, "Left out: no request was completed.")
+# --- fleets -----------------------------------------------------------------------------------------------------------
+
+
+def replicas_plot(trails: Sequence[tuple[str, Trail]]) -> Plot:
+    """Draws replicas, queue and attainment over time, with a line for each trail."""
+    figure = new_figure(6.4)
+    replicas, queue, kept = figure.subplots(3, 1, sharex=True, height_ratios=[1.6, 1.0, 1.0])
+    for i, (name, trail) in enumerate(trails):
+        look = {
+            "color": SERIES[i % len(SERIES)],
+            "linestyle": SIGNALS[i // len(SERIES) % 3],
+            "gid": f"series-{i}",
+        }
+        minutes = [at_s / 60 for at_s, _, _ in trail.scaled]
+        serving = [count for _, _, count in trail.scaled]
+        replicas.plot(minutes, serving, drawstyle="steps-post", linewidth=1.6, label=short(name), **look)
+        wanted = [count for _, count, _ in trail.scaled]
+        thin = look | {"linestyle": (0, (1, 1.5))}
+        replicas.plot(minutes, wanted, drawstyle="steps-post", linewidth=0.9, **thin)
+        queue.plot([at_s / 60 for at_s in trail.load_at_s], trail.queued, linewidth=1.3, **look)
+        kept.plot([at_s / 60 for at_s, _ in trail.attained], [share for _, share in trail.attained], **look)
+    replicas.set(ylabel="replicas")
+    replicas.set_ylim(bottom=0)
+    replicas.yaxis.set_major_locator(MaxNLocator(integer=True))
+    queue.set(ylabel="requests in the queue")
+    queue.set_ylim(bottom=0)
+    kept.set(ylabel="kept objectives", ylim=(0, 1.04), xlabel="minutes")
+    kept.yaxis.set_major_formatter(PercentFormatter(1.0))
+    add_legend(figure, replicas)
+    text = (
+        "Serving replicas (solid) and wanted replicas (dots), requests waiting in the proxy, and the share of the "
+        "requests of that interval that met their objectives. A good signal adds replicas before the queue grows, and "
+        "removes them when the work is over."
+    )
+    return Plot("Replicas over time", text, figure)
+
+
+def sizes_plot(found: Sequence[Sizes], wanted: Wanted) -> Plot:
+    """Draws attainment and cost against the number of replicas."""
     figure = new_figure(3.6)
-    axes = figure.subplots()
-    for policy, (pairs, run) in curves.items():
-        # The curve begins at share 0, so that a single answer is a step and not a dot.
-        x = [pairs[0][0] * unit, *(value * unit for value, _ in pairs)]
-        y = [0.0, *(share * run.completed / run.offered for _, share in pairs)]
-        look = data.looks[policy] | {"marker": None}
-        axes.plot(x, y, drawstyle="steps-post" if len(pairs) < 20 else "default", **look)
-    log_ticks(axes)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.set(ylim=(0, 1.02), xlabel=label, ylabel="share of offered requests")
-    add_legend(figure, axes)
+    kept, cost = figure.subplots(1, 2)
+    look = 0
+    for sizes in found:
+        count = [row.replicas for row in sizes.rows]
+        bands = sorted({band for row in sizes.rows for band in row.by_band}) if len(found) == 1 else []
+        lines = {sizes.name: [row.kept for row in sizes.rows]}
+        if len(bands) > 1:
+            lines |= {band: [row.by_band.get(band, 0.0) for row in sizes.rows] for band in bands}
+        for name, shares in lines.items():
+            gid = f"series-{look}"
+            kept.plot(count, shares, "o-", markersize=3.5, color=SERIES[look % len(SERIES)], label=short(name), gid=gid)
+            look += 1
+        hours = [(row.replicas, row.hours) for row in sizes.rows if row.hours is not None]
+        color = SERIES[(look - len(lines)) % len(SERIES)]
+        cost.plot([x for x, _ in hours], [y for _, y in hours], "o-", markersize=3.5, color=color)
+    kept.axhline(wanted.share, **BOUND_STYLE)
+    kept.set(ylim=(0, 1.04), xlabel="replicas", ylabel="kept objectives")
+    kept.yaxis.set_major_formatter(PercentFormatter(1.0))
+    cost.set(xlabel="replicas", ylabel="replica-hours per 1,000 requests")
+    cost.set_ylim(bottom=0)
+    for axes in (kept, cost):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    add_legend(figure, kept)
+    advice = " ".join(f"{sizes.name}: {sizes.advice(wanted)}" for sizes in found)
     text = (
-        "A point says which share of all offered requests had at most this much: further left and higher is better, "
-        "and a curve that ends below 100 % lost the rest."
+        f"Left: share of all offered requests that kept {wanted}; the dashed line is the share that is wanted. Right: "
+        f"what 1,000 requests that kept it cost. {advice}"
     )
-    return data.plot(title, text, figure, curves, "completed nothing")
+    return Plot("How many replicas", text, figure)
 
 
-def _queue_waits(data: _Data) -> Plot:
-    """Draws the waits in the proxy per band over the time of arrival, in a panel for each policy."""
-    title = "Wait in the proxy's queue by band"
-    lines = {run.policy: trail.queue_wait for run, trail in data.shown}
-    waiting = {
-        policy: rows
-        for policy, rows in lines.items()
-        if any(p.max_s > WAIT_MIN_S for row in rows.values() for p in row)
-    }
-    if not waiting:
-        return Plot(title, "Left out: no request waited in a proxy for longer than a millisecond.")
-    if all(len(points) < 2 for rows in waiting.values() for points in rows.values()):
-        return Plot(title, "Left out: too few requests waited in a proxy for a line over time.")
-    bands = sorted({band for rows in waiting.values() for band in rows}, key=_level, reverse=True)
-    figure, grid = _panels(list(waiting), 1.55)
-    for rows, axes in zip(waiting.values(), grid, strict=True):
-        for band, color in zip(bands, SERIES, strict=False):
-            points = rows.get(band, [])
-            x = [point.at_s / 60 for point in points]
-            # The marker makes a band with a single point visible.
-            axes.plot(x, [p.mean_s for p in points], ".-", color=color, markersize=2.5, linewidth=1.3, label=band)
-            axes.plot(x, [p.max_s for p in points], color=color, linewidth=0.5, linestyle=(0, (2, 1)))
-    # The panels share their axes.
-    grid[0].set_yscale("symlog", linthresh=0.1)
-    grid[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    grid[0].yaxis.set_minor_locator(NullLocator())
-    grid[0].set_ylim(0, max(0.1, 1.3 * max(p.max_s for rows in waiting.values() for row in rows.values() for p in row)))
-    grid[0].set_xlim(left=0)
-    figure.supxlabel("minutes of arrival")
-    figure.supylabel("seconds")
-    add_legend(figure, grid[0])
+def splits_plot(found: Sequence[Splits], wanted: Wanted) -> Plot:
+    """Draws attainment and both latencies against the number of prefill replicas."""
+    figure = new_figure(3.6)
+    kept, ttft, tpot = figure.subplots(1, 3)
+    for look, splits in enumerate(found):
+        style = {"color": SERIES[look % len(SERIES)], "markersize": 3.5}
+        count = [row.prefill for row in splits.rows]
+        kept.plot(
+            count, [row.kept for row in splits.rows], "o-", label=short(splits.name), gid=f"series-{look}", **style
+        )
+        first = [(row.prefill, row.ttft_p99_s) for row in splits.rows if row.ttft_p99_s is not None]
+        ttft.plot([x for x, _ in first], [y for _, y in first], "o-", **style)
+        each = [(row.prefill, 1_000.0 * row.tpot_p99_s) for row in splits.rows if row.tpot_p99_s is not None]
+        tpot.plot([x for x, _ in each], [y for _, y in each], "o-", **style)
+    kept.axhline(wanted.share, **BOUND_STYLE)
+    kept.set(ylim=(0, 1.04), xlabel="replicas for prompts", ylabel="kept objectives")
+    kept.yaxis.set_major_formatter(PercentFormatter(1.0))
+    ttft.set(xlabel="replicas for prompts", ylabel="TTFT p99 in s")
+    tpot.set(xlabel="replicas for prompts", ylabel="TPOT p99 in ms")
+    for axes in (kept, ttft, tpot):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for axes in (ttft, tpot):
+        axes.set_ylim(bottom=0)
+    add_legend(figure, kept)
+    advice = " ".join(f"{splits.name}: {splits.advice(wanted)}" for splits in found)
     text = (
-        "Solid: mean of the requests that arrived in that interval; thin dashes: the longest wait. "
-        "Lower is better, and a higher band should be below a lower one."
+        f"Left: share of all offered requests that kept {wanted}; the dashed line is the wanted share. Then "
+        f"the time to the first token and the time per later token. At 0 all replicas do both. {advice}"
     )
-    if len(bands) > len(SERIES):
-        text += f" The {len(SERIES)} highest of {len(bands)} bands."
-    return data.plot(title, text, figure, waiting, "had no request waiting in the proxy")
-
-
-def _loads(data: _Data) -> Plot:
-    """Draws the load of every backend over time, in a heat map for each policy."""
-    title = "Load of each backend"
-    busy = {run.policy: trail for run, trail in data.shown if any(map(any, trail.load.values()))}
-    if not busy:
-        return Plot(title, "Left out: no backend was seen with a request.")
-    rows = max(len(trail.load) for trail in busy.values())
-    peak = max(max(map(max, trail.load.values())) for trail in busy.values())
-    figure, grid = _panels(list(busy), min(2.4, 1.15 + 0.016 * rows))
-    for trail, axes in zip(busy.values(), grid, strict=True):
-        names, end_min = list(trail.load), max(trail.load_at_s[-1] / 60, 1e-6)
-        image = axes.imshow(
-            list(trail.load.values()), aspect="auto", interpolation="none", cmap="cividis",
-            norm=PowerNorm(0.5, 0, peak), extent=(0, end_min, len(names) - 0.5, -0.5),
-        )  # fmt: skip
-        axes.grid(visible=False)
-        ends = sorted({0, len(names) - 1})
-        axes.set_yticks(ends, [names[i] if len(names[i]) <= 8 else f"…{names[i][-7:]}" for i in ends])
-    figure.supxlabel("minutes")
-    bar = figure.colorbar(image, ax=grid, aspect=30, pad=0.015, label="running + waiting in the engine")
-    bar.outline.set_visible(False)
-    text = (
-        "Each row is a backend: brighter is busier. An even picture is a balanced fleet; a bright row beside dark "
-        "rows is a hot spot."
-    )
-    return data.plot(title, text, figure, busy, "used no backend")
-
-
-def _hits(data: _Data) -> Plot:
-    """Draws prefix cache hits per policy, and over time."""
-    title = "Prefix-cache hit ratio"
-    ratios = {row.policy: row.hit for row in data.at.rows if row.hit is not None}
-    if not any(ratios.values()):
-        return Plot(title, "Left out: nothing was found in any prefix cache.")
-    found = data.at.bounds.get(HIT_BOUND)
-    bounds = [found.value] if found is not None and found.value is not None else []
-    figure = new_figure(max(2.4, 0.9 + 0.24 * len(ratios)))
-    timed = any(len(trail.hits) > 1 for _, trail in data.shown)
-    left, *over_time = figure.subplots(1, 1 + timed, squeeze=False, width_ratios=[1, 1.2][: 1 + timed])[0]
-    _bars(left, data, ratios, rows_min=6)
-    left.set(xlim=(0, min(1.12, 1.2 * max(*ratios.values(), *bounds, 0.01))))
-    left.set_xlabel("share of prompt tokens found cached")
-    for axes in over_time:
-        for run, trail in data.shown:
-            x, y = [at / 60 for at, _ in trail.hits], [ratio for _, ratio in trail.hits]
-            axes.plot(x, y, **data.looks[run.policy] | {"marker": None})
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-        axes.set(xlabel="minutes of arrival", title="of all prompts until then")
-    for bound in bounds:
-        left.axvline(bound, **BOUND_STYLE)
-        for axes in over_time:
-            axes.axhline(bound, **BOUND_STYLE)
-            axes.annotate(HIT_BOUND, (0.01, bound), (0, 3), ("axes fraction", "data"), fontsize=7.5, **LABEL)
-    for axes in over_time:
-        axes.set_ylim(0, min(1.02, axes.get_ylim()[1]))
-    bound_text = " The dashed line is the hit ratio of a cache shared by all replicas." if bounds else ""
-    text = f"Longer and higher is better: tokens found need not be computed.{bound_text}"
-    return data.plot(title, text, figure, data.looks)
-
-
-def _shares(data: _Data) -> Plot:
-    """Draws the share of tokens of each tenant."""
-    title = "Share per tenant"
-    asked = {name: group.asked_share or 0.0 for name, group in data.shown[0][0].by_tenant.items()}
-    if len(asked) < 2:
-        return Plot(title, "Left out: there was only one tenant.")
-    served = {run.policy: {name: group.token_share or 0.0 for name, group in run.by_tenant.items()}
-              for run, _ in data.shown if run.completed}  # fmt: skip
-    if not served:
-        return Plot(title, "Left out: no request was completed.")
-    ranked = sorted((name for name in asked if name != OTHER), key=lambda name: (-asked[name], name))
-    bars = {"asked for": asked, **served}
-    figure = new_figure(0.9 + 0.26 * len(bars))
-    axes = figure.subplots()
-    starts = [0.0] * len(bars)
-    look: Any = {"height": 0.72, "edgecolor": PAGE, "linewidth": 0.6}
-    for name, color in zip(ranked[: len(SERIES) - 1], SERIES, strict=False):
-        widths = [bar.get(name, 0.0) for bar in bars.values()]
-        axes.barh(range(len(bars)), widths, left=starts, color=color, label=short(name), **look)
-        starts = [start + width for start, width in zip(starts, widths, strict=True)]
-    rest = [max(0.0, sum(bar.values()) - start) for bar, start in zip(bars.values(), starts, strict=True)]
-    if max(rest) > 1e-9:
-        axes.barh(range(len(bars)), rest, left=starts, color=GRID, label="all others", **look)
-    axes.set_yticks(range(len(bars)), [short(name) for name in bars], color=INK)
-    axes.invert_yaxis()
-    axes.grid(visible=False)
-    axes.xaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.axhline(0.5, color=MUTED, linewidth=0.7)
-    axes.set(xlim=(0, 1), xlabel="share of the prompt and output tokens of completed requests")
-    add_legend(figure, axes)
-    text = (
-        "Each bar has the completed tokens by tenant; the first bar has the offered tokens. "
-        "A tenant with a smaller part than in the first bar was served less than the others."
-    )
-    return data.plot(title, text, figure, served, "completed nothing")
-
-
-# --- parts ------------------------------------------------------------------------------------------------------------
-
-
-def _panels(names: list[str], height_in: float) -> tuple[Figure, list[Axes]]:
-    rows = math.ceil(len(names) / PANELS_ACROSS)
-    columns = math.ceil(len(names) / rows)
-    figure = new_figure(0.5 + height_in * rows + (0.6 if rows == 1 else 0.0))
-    grid = list(figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat)
-    for unused in grid[len(names) :]:
-        unused.remove()
-    for i, (axes, name) in enumerate(zip(grid, names, strict=False)):
-        axes.set_title(short(name), fontsize=8.5 if len(name) <= 24 else 7)
-        axes.xaxis.set_tick_params(labelbottom=i >= len(names) - columns)
-    return figure, grid[: len(names)]
-
-
-def _bars(axes: Axes, data: _Data, values: Mapping[str, float], rows_min: int = 1) -> None:
-    """Draws a horizontal bar with its value for each policy, with room for at least `rows_min` bars."""
-    for row, (policy, value) in enumerate(values.items()):
-        axes.barh(row, value, height=0.68, color=data.looks[policy]["color"], gid=data.looks[policy]["gid"])
-        axes.annotate(f"{value:.1%}", (value, row), (4, 0), va="center", fontsize=8, **LABEL)
-    axes.set_yticks(range(len(values)), [short(policy) for policy in values], color=INK)
-    axes.set_ylim(max(len(values), rows_min) - 0.4, -0.6)
-    axes.grid(visible=False, axis="y")
-    axes.xaxis.set_major_formatter(PercentFormatter(1.0))
-
-
-def _level(band: str) -> float:
-    return BAND_NAMES.get(band, float(band) if band.lstrip("-").isdigit() else -math.inf)
+    return Plot("How many replicas for prompts", text, figure)

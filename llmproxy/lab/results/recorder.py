@@ -24,7 +24,6 @@ from llmproxy.lab.results.result import (
     ScaledResult,
     Trail,
     Utilisation,
-    WaitPoint,
 )
 from llmproxy.lab.results.sketch import Sketch
 from llmproxy.lab.results.sums import (
@@ -43,7 +42,6 @@ TENANTS_SHOWN = 100
 TENANTS_KEPT = 400
 """Maximum number of tenants with separate sums. Beyond it, the smaller half is merged into "(other)"."""
 SAMPLES_MAX = 512
-CDF_POINTS = 80
 KEPT_SHARE = 0.95
 """An interval counts as a violation if a smaller share of its arrivals meets their objectives."""
 
@@ -94,8 +92,6 @@ class RunRecorder:
         self._bands = Groups(BANDS_KEPT)
         self._tenants = Groups(TENANTS_KEPT)
         self._backends = {name: BackendSums() for name in replicas}
-        self._waits = Timeline(duration_s)
-        self._prompts = Timeline(duration_s)
         self._met = Timeline(duration_s)
         self._samples: list[_Sample] = []
         self._spacing = 1
@@ -106,8 +102,8 @@ class RunRecorder:
     def add(self, record: Record) -> None:
         if record.arrived_s < self._warmup_s:
             return
-        band = band_name(record.band)
-        for group in (self._total, self._bands.group(band), self._tenants.group(record.arrival.tenant)):
+        band, tenant = band_name(record.band), record.arrival.tenant
+        for group in (self._total, self._bands.group(band), self._tenants.group(tenant)):
             group.add(record)
         if record.ttft_s is not None:
             self.service.ended(record.arrival.tenant, record.arrival.prompt_tokens, record.output_tokens)
@@ -115,7 +111,7 @@ class RunRecorder:
             self._adherence.ended(record.arrival.tenant, record.met, record.ended_s)
         self._prompt_tokens_most = max(self._prompt_tokens_most, record.arrival.prompt_tokens)
         self._preemptions += record.preemptions
-        self._met.add("all", record.arrived_s, record.met)
+        self._met.add(record.arrived_s, record.met)
         self._outcomes[record.outcome] += 1
         self._attempts += record.attempts
         self._ended_s = max(self._ended_s, record.ended_s)
@@ -123,14 +119,10 @@ class RunRecorder:
             self._backends[record.backend].add(record)
             self._backends[record.prefilled_on or record.backend].add_prompt(record)
             self._split += record.prefilled_on is not None
-        if record.queue_wait_s is not None:
-            self._waits.add(band, record.arrived_s, record.queue_wait_s)
         if record.outcome is Outcome.COMPLETED:
             self._e2e.add(record.ended_s - record.arrived_s)
             self._ttft_foresight.add(record.predicted_ttft, record.backend_ttft_s)
             self._tpot_foresight.add(record.predicted_tpot, record.tpot_s)
-            self._prompts.add("hit", record.arrived_s, record.hit_tokens)
-            self._prompts.add("all", record.arrived_s, record.arrival.prompt_tokens)
 
     def sample(self, at_s: float, load: Mapping[str, tuple[int, int]], queued: Mapping[int, int]) -> None:
         """Adds a sample of the fleet. `load` maps replicas to (running, waiting) requests, and `queued` maps bands to
@@ -224,36 +216,18 @@ class RunRecorder:
         )
 
     def trail(self) -> Trail:
-        """Returns the curves and time series that only plots need."""
-        hits, hit_tokens, prompt_tokens = [], 0.0, 0.0
-        hit_at = {at_s: stretch.total for at_s, stretch in self._prompts.intervals("hit")}
-        for at_s, stretch in self._prompts.intervals("all"):
-            hit_tokens += hit_at[at_s]
-            prompt_tokens += stretch.total
-            if prompt_tokens:
-                hits.append((at_s, hit_tokens / prompt_tokens))
+        """Returns the time series that only plots need."""
         return Trail(
-            ttft_cdf=self._total.ttft.cdf(CDF_POINTS),
-            tpot_cdf=self._total.tpot.cdf(CDF_POINTS),
-            queue_wait={
-                band: [
-                    WaitPoint(at_s=at_s, mean_s=stretch.total / stretch.count, max_s=stretch.peak)
-                    for at_s, stretch in self._waits.intervals(band)
-                ]
-                for band in self._waits.names()
-            },
-            hits=hits,
             load_at_s=[sample.at_s for sample in self._samples],
-            load={name: [sum(sample.load.get(name, (0, 0))) for sample in self._samples] for name in self._backends},
             queued=[sample.queued for sample in self._samples],
-            attained=[(at_s, stretch.total / stretch.count) for at_s, stretch in self._met.intervals("all")],
+            attained=[(at_s, stretch.total / stretch.count) for at_s, stretch in self._met.intervals()],
             scaled=self._scale_trail,
         )
 
     # --- parts of the result ------------------------------------------------------------------------------------------
 
     def _violated_s(self) -> float:
-        below = sum(stretch.total < KEPT_SHARE * stretch.count for _, stretch in self._met.intervals("all"))
+        below = sum(stretch.total < KEPT_SHARE * stretch.count for _, stretch in self._met.intervals())
         return below * self._met.width_s
 
     def _loaded(self) -> Loaded:

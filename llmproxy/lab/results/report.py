@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING
 from llmproxy.lab.results.result import (
     REFERENCES,
     LoadPoint,
-    Point,
     Row,
     SimulationResult,
-    Trail,
     load_points,
     policies_of,
     rounded,
@@ -69,19 +67,12 @@ class ReportUnavailable(Exception):  # noqa: N818 - something is missing, nothin
     """The report cannot be drawn on this installation. The message says what to install."""
 
 
-def page(
-    result: SimulationResult,
-    trails: Mapping[Point, Trail],
-    title: str,
-    own: Collection[str] = (),
-    extra: Extra = NOTHING_MORE,
-) -> str:
+def page(result: SimulationResult, title: str, own: Collection[str] = (), extra: Extra = NOTHING_MORE) -> str:
     """Returns `result` as an HTML page. Equal arguments give equal text.
 
-    Plots over time and distributions use the runs in `trails`. `own` policies have thicker lines. Raises
-    ReportUnavailable without matplotlib.
+    `own` policies have thicker lines. Raises ReportUnavailable without matplotlib.
     """
-    figures = _figures(result, trails, own, extra)
+    figures = _figures(result, own, extra)
     policies, points = policies_of(result), load_points(result)
     tables = "".join(_load(point, policies, own) for point in points) or "<p>Nothing was run.</p>"
     rules = f"{RULES} {ORACLE_NOTE}" if has_oracle(points) else RULES
@@ -104,7 +95,7 @@ def page(
 """
 
 
-def _figures(result: SimulationResult, trails: Mapping[Point, Trail], own: Collection[str], extra: Extra) -> str:
+def _figures(result: SimulationResult, own: Collection[str], extra: Extra) -> str:
     try:
         from llmproxy.lab.results import drawing, plots
     except ModuleNotFoundError as error:
@@ -113,12 +104,10 @@ def _figures(result: SimulationResult, trails: Mapping[Point, Trail], own: Colle
         raise ReportUnavailable(f"the report needs {error.name}: pip install 'llmproxy-lb[lab]'") from error
     sections = []
     with drawing.style():
-        drawn = [*(extra.draw() if extra.draw is not None else ()), *plots.draw_all(result, trails, own)]
-        for i, plot in enumerate(drawn):
-            content = f"<p class=absent>{escape(plot.caption)}</p>"
-            if plot.figure is not None:
-                svg = drawing.to_svg(plot.figure, i)
-                content = f"<figure>{svg}<figcaption>{escape(plot.caption)}</figcaption></figure>"
+        drawn = [*(extra.draw() if extra.draw is not None else ()), plots.goodput_plot(result, own)]
+        for i, plot in enumerate(plot for plot in drawn if plot is not None):
+            svg = drawing.to_svg(plot.figure, i)
+            content = f"<figure>{svg}<figcaption>{escape(plot.caption)}</figcaption></figure>"
             sections.append(_section(plot.title, content))
     return "\n".join(sections)
 
@@ -217,8 +206,8 @@ h1{font-size:26px;margin:0 0 12px;line-height:1.25;overflow-wrap:anywhere}h2{fon
 h3{font-size:14px;margin:20px 0 4px;color:var(--muted);font-weight:600}
 dl{display:flex;flex-wrap:wrap;gap:8px;margin:0 0 14px}dl div{background:var(--card);border-radius:8px;padding:7px 12px}
 dt{font-size:12px;color:var(--muted)}dd{margin:0;font-weight:600;overflow-wrap:anywhere}
-.rules,.absent,figcaption{color:var(--muted);max-width:88ch}figure{margin:0}figcaption{font-size:14px;margin-top:6px}
-svg{display:block;width:100%;height:auto}svg image{image-rendering:pixelated}
+.rules,figcaption{color:var(--muted);max-width:88ch}figure{margin:0}figcaption{font-size:14px;margin-top:6px}
+svg{display:block;width:100%;height:auto}
 .wide{overflow-x:auto}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;font-size:13px}
 th,td{padding:4px 6px;text-align:right;border-bottom:1px solid var(--grid);white-space:nowrap}
 thead th{color:var(--muted);font-weight:600;border-bottom-width:2px}

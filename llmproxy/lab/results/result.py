@@ -240,30 +240,15 @@ class RunResult(_Model):
         return Point(self.policy, self.seed, self.rate_scale, self.prefill_scale)
 
 
-class WaitPoint(_Model):
-    """Waits in the proxy's queue of the requests that arrived in one interval, which begins at `at_s`."""
-
-    at_s: float
-    mean_s: float
-    max_s: float
-
-
 class Trail(_Model):
-    """Additional data of one run for plots. It is not part of `result.json`.
+    """Additional data of one run for plots of autoscaling. It is not part of `result.json`.
 
-    * CDFs: (value, share of completed requests up to this value). Requests without such a time are left out.
-    * `hits`: (time of arrival, hit ratio of all requests until then).
-    * `load`: running plus waiting requests of each replica at the times `load_at_s`. `queued`: requests in the proxies.
+    * `queued`: requests in the proxies at the times `load_at_s`.
     * `attained`: (time of arrival, share of requests that met their objectives) by interval.
     * `scaled`: (time, wanted replicas, serving replicas) of a fleet with an autoscaler.
     """
 
-    ttft_cdf: list[tuple[float, float]]
-    tpot_cdf: list[tuple[float, float]]
-    queue_wait: dict[str, list[WaitPoint]]
-    hits: list[tuple[float, float]]
     load_at_s: list[float]
-    load: dict[str, list[int]]
     queued: list[int] = []
     attained: list[tuple[float, float]] = []
     scaled: list[tuple[float, int, int]] = []

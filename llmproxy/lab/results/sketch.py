@@ -59,35 +59,20 @@ class Sketch:
 
     def quantile(self, q: float) -> float | None:
         """Returns the nearest-rank quantile for q in 0..1, of rank max(1, ceil(q * count)); None without values."""
-        return self._at_ranks([self._rank(q)])[0] if self.count else None
-
-    def cdf(self, points: int) -> list[tuple[float, float]]:
-        """Returns at most `points` (>= 2) pairs (value, share of the values up to it).
-
-        The pairs are evenly spaced in the share and include both ends. Empty without values.
-        """
-        if not self.count:
-            return []
-        ranks = [self._rank(i / (points - 1)) for i in range(points)]
-        highest = dict(zip(self._at_ranks(ranks), ranks, strict=True))
-        return [(value, rank / self.count) for value, rank in highest.items()]
+        return self._at_rank(self._rank(q)) if self.count else None
 
     def _rank(self, share: float) -> int:
         # A product such as 0.07 * 100 is slightly above its true value and must not count as the next rank.
         return max(1, math.ceil(share * self.count - 1e-9))
 
-    def _at_ranks(self, ranks: list[int]) -> list[float]:
-        """Returns the value at each of the ascending `ranks`, in one pass over the buckets."""
-        values: list[float] = []
+    def _at_rank(self, rank: int) -> float:
         buckets = iter(sorted(self._buckets.items()))
         seen, value = self._zeros, 0.0
-        for rank in ranks:
-            while seen < rank:
-                bucket, count = next(buckets)
-                seen += count
-                value = 2.0 * _GAMMA**bucket / (_GAMMA + 1.0)
-            values.append(min(max(value, self._min), self._max))
-        return values
+        while seen < rank:
+            bucket, count = next(buckets)
+            seen += count
+            value = 2.0 * _GAMMA**bucket / (_GAMMA + 1.0)
+        return min(max(value, self._min), self._max)
 
     def _collapse(self) -> None:
         """Merges the lowest buckets until there are `BUCKETS_MAX`."""

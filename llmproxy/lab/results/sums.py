@@ -187,40 +187,30 @@ class Groups:
 class Stretch:
     count: int = 0
     total: float = 0.0
-    peak: float = 0.0
 
 
 class Timeline:
-    """Values per name and time interval. The length of the intervals doubles when there are too many."""
+    """Values per time interval. The length of the intervals doubles when there are too many."""
 
     def __init__(self, duration_s: float) -> None:
         self.width_s = duration_s / STRETCHES if duration_s > 0 else 1.0
-        self._rows: dict[str, dict[int, Stretch]] = {}
+        self._row: dict[int, Stretch] = {}
 
-    def add(self, name: str, at_s: float, value: float) -> None:
+    def add(self, at_s: float, value: float) -> None:
         while at_s >= 2 * STRETCHES * self.width_s:
             self._widen()
-        if name not in self._rows and len(self._rows) >= BANDS_KEPT:
-            name = OTHER
-        stretch = self._rows.setdefault(name, {}).setdefault(int(at_s / self.width_s), Stretch())
+        stretch = self._row.setdefault(int(at_s / self.width_s), Stretch())
         stretch.count += 1
         stretch.total += value
-        stretch.peak = max(stretch.peak, value)
 
-    def names(self) -> list[str]:
-        return sorted(self._rows)
-
-    def intervals(self, name: str) -> list[tuple[float, Stretch]]:
+    def intervals(self) -> list[tuple[float, Stretch]]:
         """Returns (begin, interval) of the intervals with values."""
-        return [(index * self.width_s, stretch) for index, stretch in sorted(self._rows.get(name, {}).items())]
+        return [(index * self.width_s, stretch) for index, stretch in sorted(self._row.items())]
 
     def _widen(self) -> None:
         self.width_s *= 2
-        for name, row in self._rows.items():
-            wider: dict[int, Stretch] = {}
-            for index, stretch in row.items():
-                into = wider.setdefault(index // 2, Stretch())
-                into.count += stretch.count
-                into.total += stretch.total
-                into.peak = max(into.peak, stretch.peak)
-            self._rows[name] = wider
+        narrow, self._row = self._row, {}
+        for index, stretch in narrow.items():
+            into = self._row.setdefault(index // 2, Stretch())
+            into.count += stretch.count
+            into.total += stretch.total

@@ -8,7 +8,6 @@ import pytest
 
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Outcome, Predicted
 from llmproxy.lab.results import recorder as recorder_module
-from llmproxy.lab.results import sums as sums_module
 from llmproxy.lab.results.record import Record
 from llmproxy.lab.results.recorder import SAMPLES_MAX, TENANTS_KEPT, TENANTS_SHOWN, RunRecorder, band_name
 from llmproxy.lab.results.result import PredictionResult, Quantiles, RunResult
@@ -96,13 +95,12 @@ def test_nothing_that_arrived_during_the_warm_up_is_in_any_figure() -> None:
     recorder.sample(10.0, {"a": (50, 50)}, {DEFAULT: 9})
     recorder.sample(30.0, {"a": (1, 0)}, {DEFAULT: 2})
     recorder.add(record(20.0, tenant="late"))
-    result, trail = result_of(recorder), recorder.trail()
+    result = result_of(recorder)
     assert result.offered == 1
     assert list(result.by_tenant) == ["late"]
     assert result.by_backend["a"].requests == 1
     assert result.by_backend["a"].mean_running == 1.0
     assert result.utilisation.mean_queued == 2.0
-    assert [point.at_s for point in trail.queue_wait["default"]] == [20.0]
 
 
 def test_a_run_of_nothing_has_no_ratios() -> None:
@@ -111,7 +109,7 @@ def test_a_run_of_nothing_has_no_ratios() -> None:
     assert (result.offered, result.goodput, result.hit_tokens_ratio, result.prefill_imbalance) == (0, None, None, None)
     assert result.ttft_s == Quantiles()
     assert result.by_backend["b"].mean_running is None
-    assert (trail.ttft_cdf, trail.hits, trail.queue_wait) == ([], [], {})
+    assert (trail.load_at_s, trail.attained) == ([], [])
 
 
 def test_imbalance_counts_idle_replicas_and_no_cached_tokens() -> None:
@@ -143,7 +141,6 @@ def test_bands_have_their_names_and_others_their_numbers() -> None:
         recorder.add(record(band=band))
     assert [band_name(band) for band in (CRITICAL, DEFAULT, SHEDDABLE, 7)] == ["critical", "default", "sheddable", "7"]
     assert list(result_of(recorder).by_band) == ["7", "critical", "default", "sheddable"]
-    assert sorted(recorder.trail().queue_wait) == ["7", "critical", "default", "sheddable"]
 
 
 def test_shares_tell_what_each_tenant_asked_for_and_what_it_got() -> None:
@@ -190,45 +187,24 @@ def test_looks_at_the_fleet_stay_few_and_evenly_spaced() -> None:
     assert {later - earlier for earlier, later in pairwise(times)} == {8.0}
 
 
-def test_load_over_time_is_running_plus_waiting() -> None:
+def test_load_is_running_plus_waiting() -> None:
     recorder = RunRecorder(100.0, ["a", "b"])
     recorder.sample(0.0, {"a": (3, 2)}, {DEFAULT: 4, CRITICAL: 2})
     recorder.sample(50.0, {"a": (0, 0), "b": (1, 0)}, {})
-    trail, use = recorder.trail(), result_of(recorder).utilisation
-    assert trail.load == {"a": [5, 0], "b": [0, 1]}
+    use = result_of(recorder).utilisation
     assert (use.busy, use.mean_running, use.mean_waiting, use.mean_queued) == (0.5, 1.0, 0.5, 3.0)
-
-
-def test_waits_over_time_have_mean_and_longest_of_each_stretch() -> None:
-    recorder = RunRecorder(60.0, ["a"])
-    recorder.add(record(0.2, queue_wait_s=1.0))
-    recorder.add(record(0.9, queue_wait_s=3.0))
-    recorder.add(record(30.0, Outcome.EXPIRED, queue_wait_s=9.0))
-    recorder.add(record(31.0, Outcome.REJECTED_CAPACITY, queue_wait_s=None))
-    points = recorder.trail().queue_wait["default"]
-    assert [(point.at_s, point.mean_s, point.max_s) for point in points] == [(0.0, 2.0, 3.0), (30.0, 9.0, 9.0)]
 
 
 def test_time_axes_widen_when_a_run_lasts_longer_than_its_trace() -> None:
     recorder = RunRecorder(60.0, ["a"])
     for at_s in range(1_000):
-        recorder.add(record(float(at_s), queue_wait_s=float(at_s), hit_tokens=50))
-    trail = recorder.trail()
-    points = trail.queue_wait["default"]
-    assert len(points) <= 2 * STRETCHES
-    assert points[0].at_s == 0.0
-    assert points[-1].max_s == 999.0
-    for point, following in pairwise(points):
-        assert point.at_s <= point.mean_s < point.max_s == following.at_s - 1.0
-    assert [ratio for _, ratio in trail.hits] == pytest.approx([0.5] * len(points))
+        recorder.add(record(float(at_s), met=at_s % 2 == 0))
+    times, shares = zip(*recorder.trail().attained, strict=True)
+    assert len(times) <= 2 * STRETCHES
+    assert times[0] == 0.0
+    assert {later - earlier for earlier, later in pairwise(times)} == {16.0}
+    assert shares[:-1] == pytest.approx([0.5] * (len(shares) - 1))
     assert result_of(recorder).duration_s == 1_001.0
-
-
-def test_the_hit_ratio_over_time_is_of_all_prompts_until_then() -> None:
-    recorder = RunRecorder(60.0, ["a"])
-    recorder.add(record(30.0, prompt_tokens=300, hit_tokens=300))
-    recorder.add(record(1.0, prompt_tokens=100, hit_tokens=0))
-    assert recorder.trail().hits == [(1.0, 0.0), (30.0, 0.75)]
 
 
 def test_rates_are_over_the_counted_time() -> None:
@@ -269,10 +245,7 @@ def test_only_counted_and_completed_answers_judge_a_prediction() -> None:
 
 def test_too_many_bands_share_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder_module, "BANDS_KEPT", 4)
-    monkeypatch.setattr(sums_module, "BANDS_KEPT", 4)
     recorder = RunRecorder(60.0, ["a"])
     for band in range(1, 10):
         recorder.add(record(band=band))
-    assert len(recorder.trail().queue_wait) == 5
-    assert OTHER in recorder.trail().queue_wait
     assert sum(group.offered for group in result_of(recorder).by_band.values()) == 9

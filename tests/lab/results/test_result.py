@@ -41,7 +41,7 @@ def printed(result: SimulationResult, *, terminal: bool = False) -> str:
 
 
 def run_of(policy: str = "blend", **changes: object) -> RunResult:
-    return invented_run(policy, 1.0, count=50)[0].model_copy(update=changes)
+    return invented_run(policy, 1.0, count=50).model_copy(update=changes)
 
 
 # --- result.json ------------------------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ def test_the_published_schema_is_that_of_the_models() -> None:
 
 
 def test_a_run_has_every_field_that_readers_were_promised() -> None:
-    tree = orjson.loads(to_bytes(invented(("blend",), (1.0,), count=50)[0]))
+    tree = orjson.loads(to_bytes(invented(("blend",), (1.0,), count=50)))
     assert tree["format"] == "llmproxy-simulate/1"
     assert set(tree) == {"format", "runs", "bounds", "config"}
     promised = (
@@ -65,7 +65,7 @@ def test_a_run_has_every_field_that_readers_were_promised() -> None:
 
 
 def test_equal_results_give_equal_bytes_in_whatever_order_they_came() -> None:
-    result, _ = invented(("random", "blend", "oracle"), (0.7, 1.5), seeds=2, count=40)
+    result = invented(("random", "blend", "oracle"), (0.7, 1.5), seeds=2, count=40)
     shuffled = list(result.runs)
     Random(5).shuffle(shuffled)
     other = SimulationResult(
@@ -97,7 +97,7 @@ def test_figures_have_six_digits_and_counts_all_of_theirs() -> None:
 
 
 def test_what_was_written_can_be_read_and_written_again() -> None:
-    written = to_bytes(invented(("blend", "random"), (1.0,), count=40)[0])
+    written = to_bytes(invented(("blend", "random"), (1.0,), count=40))
     assert to_bytes(SimulationResult.model_validate_json(written)) == written
 
 
@@ -143,7 +143,7 @@ def test_loads_come_lighter_first_and_yardsticks_last() -> None:
 
 @pytest.mark.slow
 def test_the_table_is_plain_text_of_80_columns_where_nobody_watches() -> None:
-    text = printed(invented(TWELVE, (0.7, 1.5), seeds=2, count=60)[0])
+    text = printed(invented(TWELVE, (0.7, 1.5), seeds=2, count=60))
     assert "\x1b" not in text
     assert max(map(len, text.splitlines())) <= 80
     assert all(policy in text for policy in TWELVE)
@@ -166,14 +166,14 @@ def test_what_most_reach_is_not_pointed_at() -> None:
 
 
 def test_a_run_that_completed_nothing_has_a_row_without_latencies() -> None:
-    result = SimulationResult(runs=[invented_run("blend", 1.0, skill=0.0, count=20)[0]])
+    result = SimulationResult(runs=[invented_run("blend", 1.0, skill=0.0, count=20)])
     [line] = [line for line in printed(result).splitlines() if "blend" in line]
     assert line.split() == ["blend", "0.0%", "-", "-", "-", "-", "-", "-", "-", "100.0%", "0.0%"]
 
 
 def test_bounds_of_all_loads_are_explained_once() -> None:
     rates = tuple(float(rate) for rate in range(1, 8))
-    text = printed(invented(("blend",), rates, count=10)[0])
+    text = printed(invented(("blend",), rates, count=10))
     values = [line.split() for line in text.splitlines() if line.split()[:2] == ["hit_pooled_lru", "share"]]
     assert values == [["hit_pooled_lru", "share", *["0.331"] * 5], ["hit_pooled_lru", "share", *["0.331"] * 2]]
     assert text.count("One cache as large") == 1
@@ -181,7 +181,7 @@ def test_bounds_of_all_loads_are_explained_once() -> None:
 
 
 def test_a_bound_that_one_load_lacks_is_not_made_up() -> None:
-    result, _ = invented(("blend",), (1.0, 2.0), count=10)
+    result = invented(("blend",), (1.0, 2.0), count=10)
     label = load_label(1.0, 1.0)
     with_one = result.model_copy(update={"bounds": {label: {"odd": Bound(value=12_345.0, unit="tokens", about="why")}}})
     assert ["odd", "tokens", "12,345"] in [line.split() for line in printed(with_one).splitlines()]

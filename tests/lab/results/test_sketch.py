@@ -34,7 +34,7 @@ def test_every_quantile_is_within_the_promised_error(count: int) -> None:
 
 def test_an_empty_sketch_has_no_figures() -> None:
     sketch = Sketch()
-    assert (sketch.count, sketch.mean, sketch.quantile(0.5), sketch.cdf(10)) == (0, None, None, [])
+    assert (sketch.count, sketch.mean, sketch.quantile(0.5)) == (0, None, None)
 
 
 def test_zero_and_a_single_value_are_exact() -> None:
@@ -50,7 +50,8 @@ def test_merging_counts_as_if_one_had_seen_all() -> None:
     merged, together = filled(values[:100]), filled(values)
     merged.merge(filled(values[100:]))
     merged.merge(Sketch())
-    assert merged.cdf(50) == together.cdf(50)
+    shares = [i / 50 for i in range(51)]
+    assert [merged.quantile(share) for share in shares] == [together.quantile(share) for share in shares]
     assert merged.count == together.count
     assert merged.mean == pytest.approx(together.mean)
 
@@ -67,21 +68,6 @@ def test_too_many_buckets_collapse_from_below(monkeypatch: pytest.MonkeyPatch) -
     merged.merge(filled([1.1**i for i in range(100, 140)]))
     assert len(merged._buckets) == 50
     assert merged.quantile(1.0) == pytest.approx(1.1**139, rel=ACCURACY)
-
-
-def test_the_distribution_rises_to_one_in_shares_not_above_each_value() -> None:
-    values = [float(i) for i in range(1, 11)]
-    pairs = filled(values).cdf(11)
-    assert [share for _, share in pairs] == pytest.approx([i / 10 for i in range(1, 11)])
-    assert [value for value, _ in pairs] == pytest.approx(values, rel=ACCURACY)
-
-
-def test_the_distribution_of_many_values_has_few_points() -> None:
-    rng = Random(2)
-    pairs = filled([rng.expovariate(1.0) for _ in range(5_000)]).cdf(80)
-    assert 70 <= len(pairs) <= 80
-    assert pairs == sorted(pairs)
-    assert pairs[-1][1] == 1.0
 
 
 @pytest.mark.parametrize("value", [-1e-12, math.inf, math.nan])
