@@ -16,7 +16,7 @@ def exit_of(**fields: Any) -> RequestExit:
     if fields:
         raise TypeError(f"no field {', '.join(fields)}")
     if parts[1]:
-        parts[0]["tried"] = (Attempt(**parts[1]),)
+        parts[0]["tried"] = [Attempt(**parts[1])]
     return RequestExit(**parts[0])
 
 

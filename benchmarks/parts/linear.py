@@ -36,6 +36,7 @@ from llmproxy.gateway.request.body_reader import parses_at_once, read_form, read
 from llmproxy.gateway.request.identity import Identity, parse_duration_s, request_id
 from llmproxy.gateway.request.json_scan import PARSE_BYTES_MAX, drain
 from llmproxy.gateway.request.prefix_hash import prompt_chain
+from llmproxy.observe.exit import RequestExit
 
 MIB = 1 << 20
 LENGTHS = 4
@@ -147,7 +148,8 @@ def _groups() -> Iterator[Group]:
     pumps = (b"9", b"1s", b".", b" ")
     duration = _json(lambda value: parse_duration_s(value.decode()))
     yield "time to wait", head, duration, {repr(pump.decode()): _filled(b"", pump, b"x") for pump in pumps}
-    slo = _header("x-slo-ttft-ms", lambda fields: _IDENTITY["header:x-s"].classify(fields, True, "m", "m"))
+    record = RequestExit(request_id="", method="POST", path="/")
+    slo = _header("x-slo-ttft-ms", lambda fields: _IDENTITY["header:x-s"].classify(record, fields, True, "m", "m"))
     yield "objective in ms", head, slo, {repr(pump.decode()): _filled(b" ", pump, b"x") for pump in pumps}
     yield "header", head, _header("x-request-id", request_id), {"request id": _filled(b"", b"x")}
     yield "header", head, _header("authorization", _KEYS.check), {"key": _filled(b"Bearer ", b" x")}

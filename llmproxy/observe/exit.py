@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from llmproxy.core.domain import Outcome, Slo, Stage, Verdict
 from llmproxy.observe.trace_context import TraceContext
 from llmproxy.scheduling.attempt import Attempt, Split
+from llmproxy.scheduling.attempts import Routing
 
 UNKNOWN_MODEL = "unknown"
 """Replaces a model name that is not in the catalogue: names that clients invent never become labels."""
 ATTEMPTS_MAX = 16
-"""The most attempts in a record; the latest ones are kept."""
+"""The most attempts in a finished record; the latest ones are kept."""
 
 _NEVER_GRANTED = Attempt()
 
 
-class RequestExit(Struct, kw_only=True, omit_defaults=True):
+class RequestExit(Routing, kw_only=True, omit_defaults=True):
     """The record of a request, begun at its arrival and complete at its end, for the log, metrics, pages and traces.
 
     It has no text of the prompt or the answer, and only the name of the key. Values that are unknown when a request is
@@ -50,12 +50,7 @@ class RequestExit(Struct, kw_only=True, omit_defaults=True):
     body_bytes: int = 0
     expected_prompt_tokens: int | None = None  # The scheduler's estimate.
 
-    # Its waits and attempts.
-    tried: tuple[Attempt, ...] = ()  # The latest ATTEMPTS_MAX, oldest first; two for a split request.
-    attempts: int = 0  # Backends tried; the two stages of a split request count once.
-    preemptions: int = 0  # Attempts ended in favour of a higher band.
-    queue_wait_s: float | None = None  # Queue time of all attempts together; without a grant, from arrival to the end.
-    queued_s: float | None = None  # When the request began to wait, if it ended while it waited.
+    # How it was split.
     split: Split | None = None  # None in a pool without roles.
     prefill_backend: str | None = None  # Set for split requests, like the next two fields.
     prefill_s: float | None = None  # From the grant of the prefill to its end.
@@ -68,12 +63,7 @@ class RequestExit(Struct, kw_only=True, omit_defaults=True):
     duration_s: float = 0.0  # From arrival to the end.
     met: bool | None = None  # Whether the objective was met; None without one, or if the client caused the miss.
     ttft_s: float | None = None  # From arrival to the first body byte handed to the client.
-    max_gap_s: float | None = None  # Longest wait between two consecutive chunks.
-    prompt_tokens: int | None = None
-    cached_tokens: int | None = None
-    output_tokens: int | None = None
     response_bytes: int = 0
-    chunks: int = 0
     error: str | None = None
     trace: TraceContext | None = None
 
@@ -99,13 +89,13 @@ class RequestExit(Struct, kw_only=True, omit_defaults=True):
         def moved(at_s: float | None) -> float | None:
             return None if at_s is None else at_s + by_s
 
-        tried = tuple(
+        tried = [
             replace(
                 one, queued_s=moved(one.queued_s), granted_s=moved(one.granted_s), first_byte_s=moved(one.first_byte_s),
                 ended_s=moved(one.ended_s),
             )
             for one in self.tried
-        )  # fmt: skip
+        ]  # fmt: skip
         return replace(self, tried=tried, queued_s=moved(self.queued_s), arrived_s=moved(self.arrived_s))
 
     @property
@@ -129,7 +119,7 @@ class RequestExit(Struct, kw_only=True, omit_defaults=True):
     @property
     def known_prompt_tokens(self) -> int | None:
         """The prompt tokens that the engine counted, else the estimate."""
-        return self.prompt_tokens or self.expected_prompt_tokens
+        return self.last.prompt_tokens or self.expected_prompt_tokens
 
     @property
     def backend_ttft_s(self) -> float | None:
@@ -147,16 +137,18 @@ class RequestExit(Struct, kw_only=True, omit_defaults=True):
     @property
     def time_per_output_token_s(self) -> float | None:
         """Mean seconds per token after the first. None unless a stream completed with two or more counted tokens."""
-        if not self.stream or self.outcome is not Outcome.COMPLETED or (self.output_tokens or 0) < 2:
+        output_tokens = self.last.output_tokens or 0
+        if not self.stream or self.outcome is not Outcome.COMPLETED or output_tokens < 2:
             return None
         streaming_s = self.streaming_s
-        return None if streaming_s is None else streaming_s / ((self.output_tokens or 0) - 1)
+        return None if streaming_s is None else streaming_s / (output_tokens - 1)
 
     @property
     def mean_gap_s(self) -> float | None:
         """Mean seconds between two consecutive chunks; None with fewer than two."""
-        streaming_s = self.streaming_s if self.chunks > 1 else None
-        return None if streaming_s is None else streaming_s / (self.chunks - 1)
+        chunks = self.last.chunks
+        streaming_s = self.streaming_s if chunks > 1 else None
+        return None if streaming_s is None else streaming_s / (chunks - 1)
 
 
 class ExitSink(Protocol):

@@ -135,7 +135,7 @@ FIELDS = (
           feeds=(Feed("time_to_first_token_seconds", when="ended.stream"),)),
     Field("time_per_output_token_s", SECONDS, "", "tpot_s",
           # An answer in one piece shows no time per token.
-          feeds=(Feed("time_per_output_token_seconds"), *_comparisons("tpot", "tpot", "ended.chunks > 1"))),
+          feeds=(Feed("time_per_output_token_seconds"), *_comparisons("tpot", "tpot", "last.chunks > 1"))),
     Field("backend_ttft_s", SECONDS, feeds=_comparisons("ttft", "ttft")),
     Field("duration_s", SECONDS, "duration_s",
           feeds=(Feed("request_seconds", when="outcome == 'completed'"),)),
@@ -145,16 +145,16 @@ FIELDS = (
           feeds=(Feed("objectives_total", ("met",), "1", "value"),
                  Feed("objectives_total", ("missed",), "1", "not value"))),
     Field("unknown_objective", TEXT, "unknown_objective", feeds=(Feed("unknown_objectives_total", amount="1"),)),
-    Field("prompt_tokens", NUMBER, "prompt_tokens", feeds=_tokens("input")),
+    Field("last.prompt_tokens", NUMBER, "prompt_tokens", feeds=_tokens("input")),
     Field("known_prompt_tokens", NUMBER, "", "prompt_tokens"),
-    Field("cached_tokens", NUMBER, "cached_tokens", "cached_tokens", feeds=(*_tokens("cached"), *(
+    Field("last.cached_tokens", NUMBER, "cached_tokens", "cached_tokens", feeds=(*_tokens("cached"), *(
         Feed("prefix_tokens_total", (kind,), amount, "expected is not None and value >= 0")
         for kind, amount in (("expected", "expected"), ("cached", "value"), ("both", "min(expected, value)"))))),
     Field("last.expected_cached_tokens", NUMBER, "expected_cached_tokens"),
-    Field("output_tokens", NUMBER, "output_tokens", "output_tokens", feeds=_tokens("output")),
+    Field("last.output_tokens", NUMBER, "output_tokens", "output_tokens", feeds=_tokens("output")),
     Field("stream", NUMBER, "stream", "stream"),
-    Field("chunks", NUMBER, "chunks", optional=True),
-    Field("max_gap_s", SECONDS, "max_gap_s"),
+    Field("last.chunks", NUMBER, "chunks", optional=True),
+    Field("last.max_gap_s", SECONDS, "max_gap_s"),
     Field("mean_gap_s", SECONDS, feeds=(Feed("inter_chunk_seconds", ("mean",)),
           Feed("inter_chunk_seconds", ("max",), "value if longest_s is None else longest_s"))),
     Field("body_bytes", NUMBER, "body_bytes"),
@@ -230,7 +230,7 @@ _NAMES = {
     # A preemption is no failure, and the attempt that follows it is no retry.
     "retries": "ended.attempts - ended.preemptions - 1",
     "expected": "last.expected_cached_tokens", "ttft": "last.predicted_ttft",
-    "tpot": "last.predicted_tpot", "longest_s": "ended.max_gap_s",
+    "tpot": "last.predicted_tpot", "longest_s": "last.max_gap_s",
 }  # fmt: skip
 """Maps each name that feeds and metric labels use to its expression."""
 

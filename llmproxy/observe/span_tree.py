@@ -202,9 +202,9 @@ def _attempt_attributes(ended: RequestExit, attempt: Attempt, number: int, *, is
     }
     if is_last:
         attributes |= {
-            "gen_ai.usage.input_tokens": ended.prompt_tokens,
-            "gen_ai.usage.output_tokens": ended.output_tokens,
-            "gen_ai.usage.cache_read.input_tokens": ended.cached_tokens,
+            "gen_ai.usage.input_tokens": attempt.prompt_tokens,
+            "gen_ai.usage.output_tokens": attempt.output_tokens,
+            "gen_ai.usage.cache_read.input_tokens": attempt.cached_tokens,
             "llmproxy.tpot_s": ended.time_per_output_token_s,
         }
     return attributes

@@ -7,7 +7,7 @@ from enum import IntEnum, StrEnum
 
 from msgspec import Struct
 
-from llmproxy.core.domain import Grant, GrantReason, Outcome, Predicted, Stage, Usage, Verdict
+from llmproxy.core.domain import Grant, GrantReason, Outcome, Predicted, Stage, Verdict
 from llmproxy.core.retry import MEANINGS, Again, Cause
 
 ERROR_CHARS_MAX = 2_000
@@ -79,8 +79,8 @@ class Attempt(Struct, kw_only=True, omit_defaults=True):
     # The first body byte of a stream that was passed to the client.
     first_byte_s: float | None = None
     chunks: int = 0
-    # The longest wait between two chunks, in seconds.
-    max_gap_s: float = 0.0
+    # The longest wait between two chunks of a stream, in seconds.
+    max_gap_s: float | None = None
     # The end, or the preemption.
     ended_s: float | None = None
 
@@ -102,8 +102,10 @@ class Attempt(Struct, kw_only=True, omit_defaults=True):
     message: str = ""
     # More about the error, for the operator only, because it may contain addresses.
     detail: str = ""
-    # The counts of the engine.
-    usage: Usage | None = None
+    # The counts of the engine, None if it reported none.
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    output_tokens: int | None = None
 
     @classmethod
     def begun(cls, grant: Grant, queued_s: float) -> Attempt:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 
-from msgspec import structs
+from msgspec import Struct, structs
 
 from llmproxy.core.domain import AdmissionKind, Request, Stage, Verdict
 from llmproxy.core.retry import COMPUTED_MAX, RETRY_WAIT_MIN_S, Again, RetryBudget
@@ -24,11 +23,11 @@ the retry budget, because the proxy chose to split the request."""
 _STAYS = frozenset({Verdict.BUSY, Verdict.TRANSFER_FAILED})
 
 
-@dataclass(slots=True)
-class Routing:
-    """The state of a request over all of its attempts."""
+class Routing(Struct, kw_only=True, omit_defaults=True):
+    """The waits and attempts of a request, on the scheduler's clock: the first part of its record."""
 
-    request: Request
+    # Oldest first.
+    tried: list[Attempt] = []
     # Attempts with a lease. Both stages of a split request are one attempt.
     attempts: int = 0
     # Attempts that ended in favour of a request of a higher band.
@@ -37,27 +36,14 @@ class Routing:
     failed_stages: int = 0
     # Engines that may have computed the request and gave no answer.
     computed: int = 0
-    # Attempts that failed only because of the choice of backend, such as a stored response on another backend.
-    misdirected: int = 0
-    # The latest lease.
-    lease: Lease | None = None
-    # Seconds in the waiting room in earlier waits, and the begin of the current wait.
-    waited_s: float = 0.0
-    waits_since_s: float | None = None
-    # Backends that are not tried again.
-    excluded: frozenset[str] = frozenset()
-    tried: list[Attempt] = field(default_factory=list)
-
-    def queue_wait_s(self, now: float) -> float:
-        """Returns the seconds that the request has waited for a backend until `now`, over all attempts. Before the
-        first lease, returns the seconds since the arrival.
-        """
-        if self.lease is None:
-            return now - self.request.arrived_s
-        return self.waited_s + (0.0 if self.waits_since_s is None else now - self.waits_since_s)
+    # Seconds in the waiting room in all waits that ended with a lease; None before the first lease.
+    queue_wait_s: float | None = None
+    # The begin of a wait that goes on, or that ended without a lease.
+    queued_s: float | None = None
 
 
 async def run_attempts(
+    request: Request,
     routing: Routing,
     serve: Callable[[Lease, Attempt], Awaitable[None]],
     dispatcher: Leasing,
@@ -76,23 +62,25 @@ async def run_attempts(
     """
     clock = asyncio.get_running_loop().time
     entry, left_s = AdmissionKind.NEW, 0.0
+    # Backends that are not tried again.
+    excluded: frozenset[str] = frozenset()
+    # Attempts that failed only because of the choice of backend, such as a stored response on another backend.
+    misdirected = 0
     while True:
         now = clock()
         if entry is not AdmissionKind.NEW:
             # Only time in the waiting room counts as waiting: not time on a backend, nor on hold while no backend is
             # up.
-            deadline_s = now + max(left_s, RETRY_WAIT_MIN_S)
-            routing.request = structs.replace(routing.request, deadline_s=deadline_s)
-        routing.waits_since_s = now
-        async with dispatcher.admit(routing.request, routing.excluded, entry) as lease:
+            request = structs.replace(request, deadline_s=now + max(left_s, RETRY_WAIT_MIN_S))
+        routing.queued_s = now
+        async with dispatcher.admit(request, excluded, entry) as lease:
             left_s = lease.grant.left_s
-            routing.waited_s += lease.grant.at_s - now
-            routing.waits_since_s = None
+            routing.queue_wait_s = (routing.queue_wait_s or 0.0) + (lease.grant.at_s - now)
+            routing.queued_s = None
             answers = lease.grant.request.stage is Stage.DECODE
             routing.attempts += not answers
             # The decode stage got no place, so the request starts again. This counts as a failed stage too.
             routing.failed_stages += entry is AdmissionKind.PREFILLED and not answers
-            routing.lease = lease
             result = Attempt.begun(lease.grant, now)
             routing.tried.append(result)
             await serve(lease, result)
@@ -110,17 +98,17 @@ async def run_attempts(
             return result
         if routing.computed >= COMPUTED_MAX:
             return result
-        if result.again is Again.ANYWHERE_ELSE and routing.request.backend is None:
+        if result.again is Again.ANYWHERE_ELSE and request.backend is None:
             # Each backend is tried once, which bounds these attempts.
             entry = AdmissionKind.OWNER_LOOKUP
-            routing.misdirected += 1
+            misdirected += 1
         elif staged:
             entry = AdmissionKind.RETRY
             routing.failed_stages += 1
             if result.unsplit or routing.failed_stages == FAILED_STAGES_MAX:
-                routing.request = structs.replace(routing.request, splittable=False)
+                request = structs.replace(request, splittable=False)
         elif (
-            routing.attempts - routing.preemptions - routing.failed_stages - routing.misdirected <= extra_attempts
+            routing.attempts - routing.preemptions - routing.failed_stages - misdirected <= extra_attempts
             and budget.take(result.verdict)
         ):
             entry = AdmissionKind.RETRY
@@ -129,6 +117,6 @@ async def run_attempts(
         # A busy backend is full, not broken. It may be the only backend, so it is avoided and not excluded. A backend
         # that failed to fetch a prompt may compute the prompt itself.
         if result.verdict is Verdict.BUSY:
-            routing.request = structs.replace(routing.request, avoid=lease.backend)
-        if result.verdict not in _STAYS and not result.unsplit and routing.request.backend is None:
-            routing.excluded |= {lease.backend}
+            request = structs.replace(request, avoid=lease.backend)
+        if result.verdict not in _STAYS and not result.unsplit and request.backend is None:
+            excluded |= {lease.backend}

@@ -21,6 +21,7 @@ from llmproxy.gateway.http.headers import PRIVILEGED, named_in_connection, to_cl
 from llmproxy.gateway.request.auth import Keys
 from llmproxy.gateway.request.identity import Identity, id_for_error, parse_duration_s, request_id
 from llmproxy.observe.trace_context import Sampler
+from tests.exits import exit_of
 from tests.fuzz.profile import FUZZED
 
 NAMES = st.sampled_from(
@@ -75,9 +76,10 @@ def test_every_field_for_a_client_can_be_encoded(fields: list[tuple[str, str]]) 
 def test_no_field_raises_anything_but_a_failure(fields: list[tuple[str, str]]) -> None:
     headers = CIMultiDict(fields)
     identity, keys = Identity(CONFIG), Keys(CONFIG)
+    record = exit_of(request_id="r", method="POST", path="/")
     for act in (
         lambda: keys.check(headers),
-        lambda: identity.classify(headers, True, "m", "m"),
+        lambda: identity.classify(record, headers, True, "m", "m"),
         lambda: request_id(headers),
         lambda: identity.session(request(fields), {}),
     ):

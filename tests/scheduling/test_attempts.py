@@ -27,9 +27,11 @@ class Granting:
 
     def __init__(self, *stages: Stage) -> None:
         self._stages = list(stages)
+        self.excluded: frozenset[str] = frozenset()
 
     @asynccontextmanager
-    async def admit(self, asked: Request, _: frozenset[str], __: AdmissionKind) -> AsyncIterator[Lease]:
+    async def admit(self, asked: Request, excluded: frozenset[str], _: AdmissionKind) -> AsyncIterator[Lease]:
+        self.excluded = excluded
         if not self._stages:
             raise Refused(Outcome.EXPIRED, "Too late.")
         granted = as_stage(asked, self._stages.pop(0))
@@ -48,14 +50,14 @@ class Granting:
     ],
 )
 async def test_both_stages_are_one_attempt_and_each_beginning_is_one(stages: tuple[Stage, ...], attempts: int) -> None:
-    routing = Routing(request(splittable=True))
+    asked, routing = request(splittable=True), Routing()
 
     async def attempt(_: Lease, tried: Attempt) -> None:
         tried.verdict, tried.prefilled = Verdict.SERVED, tried.stage is PREFILL
 
     dispatcher: Any = Granting(*stages)
     try:
-        await run_attempts(routing, attempt, dispatcher, RetryBudget(0.0), 0)
+        await run_attempts(asked, routing, attempt, dispatcher, RetryBudget(0.0), 0)
     except Refused:
         assert stages[-1] is PREFILL
     assert (routing.attempts, len(routing.tried)) == (attempts, len(stages))
@@ -79,34 +81,34 @@ async def test_both_stages_are_one_attempt_and_each_beginning_is_one(stages: tup
     ],
 )
 async def test_engines_compute_a_request_twice_at_most(causes: list[Cause], attempts: int) -> None:
-    routing, failures = Routing(request()), iter(causes)
+    asked, routing, failures = request(), Routing(), iter(causes)
 
     async def attempt(_: Lease, tried: Attempt) -> None:
         tried.fail(Outcome.INTERNAL, next(failures), "")
 
     dispatcher: Any = Granting(*[WHOLE] * 20)
-    await run_attempts(routing, attempt, dispatcher, RetryBudget(0.0), 2)
+    await run_attempts(asked, routing, attempt, dispatcher, RetryBudget(0.0), 2)
     assert routing.attempts == attempts
 
 
 async def test_a_request_avoids_the_backend_that_was_busy_last() -> None:
-    routing, seen = Routing(request()), []
+    asked, routing, seen = request(), Routing(), []
 
     async def attempt(lease: Lease, tried: Attempt) -> None:
-        seen.append((lease.grant.request.avoid, set(routing.excluded)))
+        seen.append((lease.grant.request.avoid, set(dispatcher.excluded)))
         tried.fail(Outcome.INTERNAL, Cause.BUSY, "")
 
     dispatcher: Any = Granting(*[WHOLE] * 20)
-    await run_attempts(routing, attempt, dispatcher, RetryBudget(0.0), 1)
+    await run_attempts(asked, routing, attempt, dispatcher, RetryBudget(0.0), 1)
     assert seen == [("", set()), ("b", set())]
 
 
 async def test_two_stages_that_end_their_engines_are_the_last() -> None:
-    routing = Routing(request(splittable=True))
+    asked, routing = request(splittable=True), Routing()
 
     async def attempt(_: Lease, tried: Attempt) -> None:
         tried.fail(Outcome.INTERNAL, Cause.BROKEN, "")
 
     dispatcher: Any = Granting(*[PREFILL] * 20)
-    await run_attempts(routing, attempt, dispatcher, RetryBudget(0.0), 2)
+    await run_attempts(asked, routing, attempt, dispatcher, RetryBudget(0.0), 2)
     assert routing.attempts == 2

@@ -107,11 +107,11 @@ def _usage_max(context: RequestContext) -> Usage | None:
 
 def learn_usage(context: RequestContext, usage: Usage, estimator: Estimator) -> None:
     """Improve the estimates by the usage of a complete answer."""
-    assert context.routing is not None
+    assert context.request is not None
     assert context.parsed is not None
     facts = context.parsed.facts
     prompt_bytes = facts.prompt_bytes if facts.prompt_tokens is None else None
     known = context.route.work is Work.GENERATES and context.route.kind not in UNKNOWN_SHAPES
     # For other bodies the number of sequences in the usage is unknown.
     sequences = context.parsed.sequences if known else None
-    estimator.learn(context.routing.request.model, prompt_bytes, sequences, usage)
+    estimator.learn(context.request.model, prompt_bytes, sequences, usage)

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from llmproxy.config import BackendConfig, Config
 from llmproxy.core.backends.catalogue import Target
-from llmproxy.core.domain import Outcome, Refused, Stage, Verdict
+from llmproxy.core.domain import Outcome, Refused, Request, Stage, Verdict
 from llmproxy.core.estimates.tokens import Estimator
 from llmproxy.core.retry import COMPUTED_MAX, Again, RetryBudget
 from llmproxy.gateway.http.client_address import Client
@@ -33,7 +33,7 @@ from llmproxy.gateway.proxying.split.stages import Handover
 from llmproxy.gateway.proxying.stored import StoredResponses
 from llmproxy.gateway.request.body import read_body
 from llmproxy.gateway.request.body_budget import BodyBudget, BufferedBody
-from llmproxy.gateway.request.identity import REQUEST_ID_HEADER, request_id
+from llmproxy.gateway.request.identity import REQUEST_ID_HEADER, request_id, user_agent
 from llmproxy.gateway.request.parsed_body import ParsedBody
 from llmproxy.gateway.request.prefix_hash import SALT
 from llmproxy.observe.exit import ExitSink, RequestExit
@@ -41,7 +41,7 @@ from llmproxy.observe.exit_batch import ExitBatch
 from llmproxy.observe.logs import log_exit, log_internal, log_replaced_id
 from llmproxy.observe.trace_context import Sampler, new_span_id
 from llmproxy.scheduling.attempt import Attempt, AttemptState
-from llmproxy.scheduling.attempts import Routing, run_attempts
+from llmproxy.scheduling.attempts import run_attempts
 from llmproxy.scheduling.lease import Lease, Leasing
 
 
@@ -134,7 +134,12 @@ class RequestHandler:
         rules = self._rulebook.current
         client = ResponseWriter(http, extra, lambda: self.shutting_down, rules.cors)
         record = RequestExit(
-            request_id=urandom(16).hex(), method=http.method, path=route.path, client=sender.address, arrived_s=now
+            request_id=urandom(16).hex(),
+            method=http.method,
+            path=route.path,
+            client=sender.address,
+            user_agent=user_agent(http.headers),
+            arrived_s=now,
         )
         context = RequestContext(rules, route, http, sender, client, extra, BufferedBody(self.bodies), record)
         self.begin_request()
@@ -177,7 +182,8 @@ class RequestHandler:
             self._replaced_id_logged = True
             log_replaced_id(record.request_id)
         context.extra["x-request-id"] = record.request_id
-        context.tenant = rules.keys.check(http.headers)
+        tenant = context.tenant = rules.keys.check(http.headers)
+        record.tenant, record.key = tenant.name, tenant.key
         context.trusted = rules.identity.trusts(context.sender, context.tenant)
         if self._sampler is not None:
             context.begin_trace(self._sampler)
@@ -194,19 +200,19 @@ class RequestHandler:
         if parsed.facts.stream and rules.config.timeouts.keep_alive_s is not None:
             context.keep_alive = KeepAlive(context.client, rules.config.timeouts.keep_alive_s)
         context.session = rules.identity.session(http, parsed.sessions, context.tenant)
-        context.target = await self._target(context, parsed.facts.model)
+        target = context.target = await self._target(context, parsed.facts.model)
+        sent = target.adapter or target.model
+        record.model, record.target = target.requested, sent if sent != target.requested else None
         if rules.request_limits is not None:
             parsed = context.parsed = rules.request_limits.apply(
-                context.route, parsed, context.tenant.name, context.target, self._estimator
+                context.route, parsed, tenant.name, target, self._estimator
             )
         self.budget.request()
         if self._answers is not None and context.route.computes:
             context.captured = self._answers.capture(parsed)
             context.client.capture = context.captured.add if context.captured is not None else None
-        context.routing = Routing(
-            make_request(context, parsed, context.target, f"{self._ids}{next(self._serial)}", self._estimator)
-        )
-        await self._attempt_until_answered(context, parsed, context.routing)
+        context.request = make_request(context, parsed, target, f"{self._ids}{next(self._serial)}", self._estimator)
+        await self._attempt_until_answered(context, parsed, context.request)
 
     async def _isolate(self, context: RequestContext, parsed: ParsedBody) -> ParsedBody:
         """Isolate the tenant from cached prefixes and stored responses of other tenants. Raises Failure."""
@@ -250,24 +256,29 @@ class RequestHandler:
 
     # --- attempts -----------------------------------------------------------------------------------------------------
 
-    async def _attempt_until_answered(self, context: RequestContext, parsed: ParsedBody, routing: Routing) -> None:
+    async def _attempt_until_answered(self, context: RequestContext, parsed: ParsedBody, request: Request) -> None:
         extra_attempts = context.rules.config.retry.extra_attempts
         try:
             attempt = await run_attempts(
-                routing, partial(self._attempt, context, parsed), self._dispatcher, self.budget, extra_attempts
+                request,
+                context.record,
+                partial(self._attempt, context, parsed, request),
+                self._dispatcher,
+                self.budget,
+                extra_attempts,
             )
         except Refused as refused:
             if context.previous is not None and refused.outcome is Outcome.BAD_REQUEST:
                 raise context.previous.unreachable(refused) from None
             # If a retry finds no backend, the client gets the error of the attempt before.
-            if context.attempt is None or context.attempt.outcome is Outcome.INTERNAL:
+            attempt = context.record.last
+            if attempt.outcome is Outcome.INTERNAL:
                 raise
-            attempt = context.attempt
         finally:
             if context.handover is not None:
                 await self._split.release(context)
         if not attempt.committed:
-            if routing.computed >= COMPUTED_MAX:
+            if context.record.computed >= COMPUTED_MAX:
                 # The request itself may be the cause. This field stops the retries of the OpenAI and Anthropic SDKs.
                 context.extra["x-should-retry"] = "false"
             await self._deliver_failure(context, attempt)
@@ -277,26 +288,26 @@ class RequestHandler:
             assert context.call is not None
             await end_broken(context.call, attempt.message, context.client)
 
-    async def _attempt(self, context: RequestContext, parsed: ParsedBody, lease: Lease, attempt: Attempt) -> None:
-        routing = context.routing
-        assert routing is not None
-        rules, tenant = context.rules, context.tenant
+    async def _attempt(
+        self, context: RequestContext, parsed: ParsedBody, request: Request, lease: Lease, attempt: Attempt
+    ) -> None:
+        rules, tenant, record = context.rules, context.tenant, context.record
         backend, stage = self._backends[lease.backend], lease.grant.request.stage
-        if context.record.trace is not None:
+        if record.trace is not None:
             attempt.span_id = new_span_id()
         if context.trusted or not tenant.name:
             context.extra["x-llmproxy-backend"] = backend.name
-        context.extra["x-llmproxy-queue-ms"] = f"{routing.waited_s * 1e3:.1f}"
-        context.extra["x-llmproxy-attempts"] = str(routing.attempts)
+        context.extra["x-llmproxy-queue-ms"] = f"{(record.queue_wait_s or 0.0) * 1e3:.1f}"
+        context.extra["x-llmproxy-attempts"] = str(record.attempts)
+        context.lease, context.call = lease, None
         handover = await self._split.take(context, lease) if context.handover is not None else None
-        # Assigned before the attempt runs, so that the record of a cancelled request has the numbers so far.
-        context.attempt, context.call = attempt, None
+        engine_id = context.engine_id(request)
         try:
             if handover is not None:
                 handover = self._split.usable(handover, attempt, lease, backend.url)
             if attempt.state is not AttemptState.FAILED:
                 asks = lease.grant.request.stream and self._usage.should_ask(backend, lease.grant.at_s)
-                call = await self._call(context, parsed, lease, backend, handover, asks)
+                call = await self._call(context, parsed, lease, attempt, engine_id, handover, asks)
                 if call.hide_usage and call.refuses(b"stream_options"):
                     self._usage.record_refusal(backend, lease.grant.at_s)
                     # The client did not ask for usage: try again without it. A decode engine has freed the prompt of a
@@ -305,7 +316,7 @@ class RequestHandler:
                         attempt.restart()
                         # The refusal cost nothing, but the answer to the second call may report no usage.
                         lease.usage = None
-                        await self._call(context, parsed, lease, backend, None, False)
+                        await self._call(context, parsed, lease, attempt, engine_id, None, False)
         finally:
             # Also after a cancellation: many clients leave as soon as they have read the end mark.
             self._exits.attempted(lease.backend, attempt.verdict)
@@ -326,15 +337,13 @@ class RequestHandler:
         context: RequestContext,
         parsed: ParsedBody,
         lease: Lease,
-        backend: BackendConfig,
+        attempt: Attempt,
+        engine_id: str,
         handover: Handover | None,
         asks_usage: bool,
     ) -> Call:
-        """Send the request to the backend of the latest attempt, and relay the answer. Returns the call."""
-        attempt, client = context.attempt, context.client
-        assert attempt is not None
-        assert context.routing is not None
-        engine_id, span_id = context.engine_id(context.routing), attempt.span_id or ""
+        """Send the request to the backend of the lease, and relay the answer. Returns the call."""
+        client, backend, span_id = context.client, self._backends[lease.backend], attempt.span_id or ""
         call = context.call = call_for(context, parsed, lease, backend, engine_id, span_id, handover, asks_usage)
         if call.dialect is Dialect.RESPONSES and call.stage is not Stage.PREFILL:
             # The callback must not refer to the context, which refers to this client: the cycle would keep the body in
@@ -375,12 +384,13 @@ class RequestHandler:
     def _finish(self, context: RequestContext, attempt: Attempt) -> None:
         """Record the outcome of the attempt whose answer went to the client, and learn from its usage."""
         context.record.end(attempt.outcome, context.client.status, attempt.message)
-        if attempt.outcome is Outcome.COMPLETED and attempt.usage is not None:
-            learn_usage(context, attempt.usage, self._estimator)
+        usage = context.lease.usage if context.lease is not None else None
+        if attempt.outcome is Outcome.COMPLETED and attempt.prompt_tokens is not None and usage is not None:
+            learn_usage(context, usage, self._estimator)
 
     def _cancelled(self, context: RequestContext, cause: BaseException) -> None:
-        attempt = context.attempt
-        if attempt is not None and attempt.outcome is Outcome.COMPLETED:
+        attempt = context.record.last
+        if attempt.outcome is Outcome.COMPLETED:
             self._finish(context, attempt)
             return
         if context.record.outcome is Outcome.BROKEN_STREAM:
@@ -403,13 +413,12 @@ class RequestHandler:
         if self._sampler is not None:
             # A request that was refused before its tenant was known has no trace yet.
             context.begin_trace(self._sampler)
-        ended = context.finish(asyncio.get_running_loop().time(), context.rules.band_names)
-        if context.routing is not None:
-            self._dispatcher.ended(context.routing.request, ended.met)
+        ended = context.finish(asyncio.get_running_loop().time())
+        if context.request is not None:
+            self._dispatcher.ended(context.request, ended.met)
         # Captured bytes are released first, because recording may fail.
         if self._answers is not None and context.captured is not None:
-            lease = context.routing.lease if context.routing is not None else None
-            completed = context.record.outcome is Outcome.COMPLETED
-            self._answers.finish(context.captured, lease.grant if completed and lease is not None else None)
+            lease = context.lease if ended.outcome is Outcome.COMPLETED else None
+            self._answers.finish(context.captured, lease.grant if lease is not None else None)
         self._exits.record(ended)
         self.log_lines.record(ended)

@@ -292,17 +292,20 @@ class Relay:
             if reported is None and len(call.tail) == TAIL_BYTES and call.head.startswith(b"{"):
                 # The answer has no usage, or so much data follows the usage that the tail does not contain it.
                 seen = max(seen, min(most.output_tokens, call.answer_bytes // ANSWER_BYTES_PER_TOKEN))
-        attempt.usage = believable(reported, most) if reported is not None else None
-        if reported is not None and attempt.usage is None:
+        usage = believable(reported, most) if reported is not None else None
+        if usage is not None:
+            attempt.prompt_tokens, attempt.output_tokens = usage.prompt_tokens, usage.output_tokens
+            attempt.cached_tokens = usage.cached_tokens
+            lease.usage = usage
+            if call.tap is not None and attempt.outcome is not Outcome.COMPLETED:
+                lease.usage = _so_far(usage, lease.grant.request, seen)
+            return
+        if reported is not None:
             attempt.detail += (
                 f"the backend's usage is not believed: {reported.prompt_tokens} prompt, {reported.output_tokens} output"
                 f" tokens, but {most.prompt_tokens} and {most.output_tokens} are the maximum"
             )
-        if attempt.usage is not None:
-            lease.usage = attempt.usage
-            if call.tap is not None and attempt.outcome is not Outcome.COMPLETED:
-                lease.usage = _so_far(attempt.usage, lease.grant.request, seen)
-        elif call.answer is not None:
+        if call.answer is not None:
             # The engine refused the request and did no work.
             lease.usage = Usage(0, 0)
         elif attempt.verdict is Verdict.CLIENT_GONE or (attempt.committed and attempt.outcome is not Outcome.COMPLETED):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from aiohttp import web
@@ -12,7 +11,6 @@ from llmproxy.core.backends.catalogue import Target
 from llmproxy.core.domain import Outcome, Request
 from llmproxy.core.estimates.tokens import Estimator
 from llmproxy.gateway.http.client_address import Client
-from llmproxy.gateway.http.headers import as_text
 from llmproxy.gateway.http.routes import Route, Work
 from llmproxy.gateway.proxying.answers import CapturedAnswer
 from llmproxy.gateway.proxying.call import Call
@@ -27,12 +25,11 @@ from llmproxy.gateway.request.prefix_hash import BLOCK_BYTES, ID_BYTES
 from llmproxy.observe.exit import ATTEMPTS_MAX, RequestExit
 from llmproxy.observe.trace_context import Sampler
 from llmproxy.scheduling.attempt import Attempt, shortened
-from llmproxy.scheduling.attempts import Routing
+from llmproxy.scheduling.lease import Lease
 
 _MODEL_CHARS_MAX = 100
 """The maximum length of unknown model names in logs, where JSON escaping can turn a character into 12 bytes."""
 
-_AGENT_CHARS_MAX = 64
 _CLIENTS_DOING = frozenset({Outcome.CANCELLED, Outcome.BAD_REQUEST, Outcome.RATE_LIMITED})
 
 
@@ -62,9 +59,10 @@ class RequestContext:
     salt: str | None = None
     session: str | None = None
     target: Target | None = None
-    routing: Routing | None = None
-    # The latest attempt, and its latest call.
-    attempt: Attempt | None = None
+    # The request as the scheduler got it first.
+    request: Request | None = None
+    # The latest lease, and its latest call.
+    lease: Lease | None = None
     call: Call | None = None
     # A copy of the answer, which is indexed at the end.
     captured: CapturedAnswer | None = None
@@ -77,97 +75,76 @@ class RequestContext:
         if self.record.trace is None:
             self.record.trace = sampler.begin(self.http.headers.getall("traceparent", ()), self.trusted)
 
-    def engine_id(self, routing: Routing) -> str:
+    def engine_id(self, request: Request) -> str:
         """The request id for the engine, which must not see the same id twice.
 
         An engine could mix up two requests with one id, and may still be aborting the previous attempt.
         """
-        if not self.repeated and routing.attempts <= 1:
-            return self.record.request_id
-        return f"{self.record.request_id}-{routing.request.id}-{routing.attempts}"
-
-    def finish(self, now: float, band_names: Mapping[int, str]) -> RequestExit:
-        """Complete the record at the end of the request, at `now`. Returns it."""
         record = self.record
+        if not self.repeated and record.attempts <= 1:
+            return record.request_id
+        return f"{record.request_id}-{request.id}-{record.attempts}"
+
+    def finish(self, now: float) -> RequestExit:
+        """Complete the record at the end of the request, at `now`. Returns it."""
+        record, last = self.record, self.record.last
         assert record.arrived_s is not None
         record.duration_s = now - record.arrived_s
         record.response_bytes = self.client.sent_bytes
-        record.tenant, record.key = self.tenant.name, self.tenant.key
-        agent = self.http.headers.get("user-agent", "")[:_AGENT_CHARS_MAX]
-        record.user_agent = (agent if agent.isascii() else as_text(agent)) or None
-        if self.target is not None:
-            record.model = self.target.requested
-            sent = self.target.adapter or self.target.model
-            record.target = sent if sent != self.target.requested else None
-        elif self.parsed is not None and self.parsed.facts.model is not None:
+        if self.target is None and self.parsed is not None and self.parsed.facts.model is not None:
             record.unknown_model = self.parsed.facts.model[:_MODEL_CHARS_MAX]
-        if self.routing is not None:
-            self._add_routing(self.routing, now, band_names)
-        if self.attempt is not None:
-            self._add_attempt(self.attempt)
-        elif record.error is not None:
-            record.error = shortened(record.error)
-        record.met = self._met()
-        return record
-
-    def _add_routing(self, routing: Routing, now: float, band_names: Mapping[int, str]) -> None:
-        record, request = self.record, routing.request
-        record.adapter, record.flow, record.slo, record.weight = (
-            request.adapter, request.flow, request.slo, request.weight
-        )  # fmt: skip
-        record.level, record.band = request.band, band_names.get(request.band, str(request.band))
-        record.stream, record.expected_prompt_tokens = request.stream, request.prompt_tokens
-        record.tried = tuple(routing.tried[-ATTEMPTS_MAX:])
-        record.attempts, record.preemptions = routing.attempts, routing.preemptions
-        record.queue_wait_s, record.queued_s = routing.queue_wait_s(now), routing.waits_since_s
+        if self.request is not None:
+            if record.queue_wait_s is None:
+                record.queue_wait_s = record.duration_s
+            elif record.queued_s is not None:
+                record.queue_wait_s += now - record.queued_s
+        del record.tried[:-ATTEMPTS_MAX]
         if record.split is not None:
             record.time_split()
+        if last.first_byte_s is not None:
+            record.ttft_s = last.first_byte_s - record.arrived_s
+        record.error = shortened(" ".join(filter(None, (record.error, last.detail))))
+        record.met = self._met(last)
+        return record
 
-    def _add_attempt(self, attempt: Attempt) -> None:
-        record, usage = self.record, attempt.usage
-        record.chunks = attempt.chunks
-        if attempt.first_byte_s is not None and record.arrived_s is not None:
-            record.ttft_s = attempt.first_byte_s - record.arrived_s
-            record.max_gap_s = attempt.max_gap_s
-        if usage is not None:
-            record.prompt_tokens, record.output_tokens = usage.prompt_tokens, usage.output_tokens
-            record.cached_tokens = usage.cached_tokens
-        record.error = shortened(" ".join(filter(None, (record.error, attempt.detail))))
-
-    def _met(self) -> bool | None:
+    def _met(self, last: Attempt) -> bool | None:
         """Whether the request met its objective; None without an objective, or if the client caused the miss.
 
         A rate-limited request is no miss. Otherwise tenants that exceed their limits would get precedence.
         """
-        record, routing, attempt, call = self.record, self.routing, self.attempt, self.call
+        record, call = self.record, self.call
         slo, outcome = record.slo, record.outcome
-        if routing is None or slo is None or outcome in _CLIENTS_DOING or 400 <= record.status < 429:
+        if self.request is None or slo is None or outcome in _CLIENTS_DOING or 400 <= record.status < 429:
             return None
-        if outcome is not Outcome.COMPLETED or attempt is None or call is None:
+        if outcome is not Outcome.COMPLETED or call is None:
             return False
         if not record.stream:
             # Without a stream the first token is invisible; only the time of the grant is known.
-            granted_s = None if routing.lease is None else routing.lease.grant.at_s
-            return granted_s is not None and slo.met(granted_s - routing.request.arrived_s, None)
+            return last.granted_s is not None and slo.met(last.granted_s - self.request.arrived_s, None)
         tpot_s = None
-        if record.output_tokens is not None and record.output_tokens > 1 and attempt.first_byte_s is not None:
-            tpot_s = (call.last_byte_s - attempt.first_byte_s) / (record.output_tokens - 1)
+        if last.output_tokens is not None and last.output_tokens > 1 and last.first_byte_s is not None:
+            tpot_s = (call.last_byte_s - last.first_byte_s) / (last.output_tokens - 1)
         return slo.met(record.ttft_s, tpot_s)
 
 
 def make_request(
     context: RequestContext, parsed: ParsedBody, target: Target, request_id: str, estimator: Estimator
 ) -> Request:
-    """Returns the request for the scheduler, and adds its limits of time and its objective to the record."""
-    http, facts, tenant, identity = context.http, parsed.facts, context.tenant, context.rules.identity
-    record = context.record
+    """Returns the request for the scheduler, and adds its class and its size to the record."""
+    record, facts, identity = context.record, parsed.facts, context.rules.identity
     assert record.arrived_s is not None
-    standing = identity.classify(http.headers, context.trusted, target.requested, target.model, tenant)
-    record.max_wait_s, record.unknown_objective = standing.max_wait_s, standing.unknown_objective
+    identity.classify(record, context.http.headers, context.trusted, target.requested, target.model, context.tenant)
+    level, flow, max_wait_s = record.level, record.flow, record.max_wait_s
+    assert level is not None
+    assert flow is not None
+    assert max_wait_s is not None
+    record.band = context.rules.band_names.get(level, str(level))
+    record.adapter, record.stream = target.adapter, facts.stream
     prompt_tokens, output_tokens = estimator.tokens(target.model, facts)
     computes = context.route.computes
     if context.route.work is not Work.GENERATES:
         prompt_tokens, output_tokens = prompt_tokens if computes else 1, 0
+    record.expected_prompt_tokens = prompt_tokens
     prefix: tuple[int, ...] = ()
     prefix_tokens = 0.0
     if parsed.chain is not None and computes:
@@ -180,21 +157,21 @@ def make_request(
         pool=target.pool,
         model=target.model,
         adapter=target.adapter,
-        band=standing.band,
-        flow=standing.flow,
+        band=level,
+        flow=flow,
         arrived_s=record.arrived_s,
         # The maximum wait counts from the moment when the body has been read.
-        deadline_s=asyncio.get_running_loop().time() + standing.max_wait_s,
+        deadline_s=asyncio.get_running_loop().time() + max_wait_s,
         body_bytes=record.body_bytes,
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
         max_tokens=facts.max_tokens,
         sequences=facts.sequences,
         stream=facts.stream,
-        tenant=standing.tenant,
-        weight=standing.weight,
-        slo=standing.slo,
-        limits=standing.limits,
+        tenant=context.tenant.name,
+        weight=record.weight,
+        slo=record.slo,
+        limits=identity.usage_limits(context.tenant.name, target.requested, target.model),
         label=record.request_id,
         prefix=prefix,
         prefix_tokens=prefix_tokens,

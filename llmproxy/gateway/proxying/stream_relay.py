@@ -96,7 +96,7 @@ class StreamRelay(ResponseRelay):
             return
         now = timer.now()
         gap_s = now - call.last_byte_s
-        if gap_s > attempt.max_gap_s:
+        if attempt.first_byte_s is not None and gap_s > (attempt.max_gap_s or 0.0):
             attempt.max_gap_s = gap_s
         call.last_byte_s = now
         timer.alive(now)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from uuid import uuid4
@@ -26,6 +26,7 @@ from llmproxy.gateway.http.headers import (
     to_backend,
 )
 from llmproxy.gateway.request.auth import NO_TENANT, Tenant
+from llmproxy.observe.exit import RequestExit
 from llmproxy.observe.trace_context import TraceContext
 
 TTL_HEADER = "x-llm-d-inference-ttl"
@@ -33,32 +34,13 @@ REQUEST_ID_HEADER = "x-request-id"
 FLOW_CHARS_MAX = 256
 TIME_CHARS_MAX = 64  # The maximum length of a header with a duration. Go writes fewer than 32 characters.
 
+_AGENT_CHARS_MAX = 64
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 # Possessive: with backtracking, digits that can be split in many ways would take exponential time.
 _NUMBER = r"\d++(?:\.\d*+)?|\.\d++"
 _MILLISECONDS = re.compile(rf"\s*+({_NUMBER})\s*+", re.ASCII)
 _DURATION_PART = re.compile(rf"({_NUMBER})(ns|us|µs|μs|ms|s|m|h)", re.ASCII)  # Go accepts both characters for micro.
 _UNIT_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-
-
-@dataclass(frozen=True, slots=True)
-class RequestClass:
-    """The class of a request: everything that decides how it waits."""
-
-    # The priority.
-    band: int
-    # The flow whose requests share a queue. Flows share the capacity of a band by weight.
-    flow: str
-    # The maximum time in the queue, in seconds.
-    max_wait_s: float
-    # The name of the tenant; "" for none.
-    tenant: str = ""
-    weight: float = 1.0
-    slo: Slo | None = None
-    # The names of the usage limits that apply to the request.
-    limits: tuple[str, ...] = ()
-    # The objective that the header names, if no such objective is configured.
-    unknown_objective: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +146,16 @@ class Identity:
         return None
 
     def classify(
-        self, headers: Mapping[str, str], trusted: bool, requested: str, target: str, tenant: Tenant = NO_TENANT
-    ) -> RequestClass:
-        """Returns the class of a request of `tenant` for the model name `requested`, which resolves to `target`.
+        self,
+        record: RequestExit,
+        headers: Mapping[str, str],
+        trusted: bool,
+        requested: str,
+        target: str,
+        tenant: Tenant = NO_TENANT,
+    ) -> None:
+        """Sets everything in `record` that decides how a request of `tenant` waits: band, flow, weight, objective and
+        maximum wait. `requested` is its model name, which resolves to `target`.
 
         A trusted header takes precedence over the tenant, and the tenant over the model. No request gets above its
         tenant's `band_max`. Without `band_max`, a header cannot raise the band, unless the tenant is trusted. Raises
@@ -193,16 +182,10 @@ class Identity:
         ttft_s = next((one.ttft_s for one in sources if one.ttft_s is not None), None)
         tpot_s = next((one.tpot_s for one in sources if one.tpot_s is not None), None)
         flow = self._flow_name(headers, trusted, requested, tenant)
-        return RequestClass(
-            band=band,
-            flow=flow,
-            max_wait_s=self.max_wait_s(headers, band),
-            tenant=tenant.name,
-            weight=self._weights.get(flow, tenant.weight),
-            slo=None if ttft_s is None and tpot_s is None else Slo(ttft_s, tpot_s),
-            limits=tuple(self._usage_limits(tenant.name, requested, target)) if self._limits else (),
-            unknown_objective=unknown,
-        )
+        record.level, record.flow, record.max_wait_s = band, flow, self.max_wait_s(headers, band)
+        record.weight = self._weights.get(flow, tenant.weight)
+        record.slo = None if ttft_s is None and tpot_s is None else Slo(ttft_s, tpot_s)
+        record.unknown_objective = unknown
 
     def _flow_name(self, headers: Mapping[str, str], trusted: bool, requested: str, tenant: Tenant) -> str:
         named = _first(headers, self._flow_headers) if trusted else None
@@ -216,10 +199,13 @@ class Identity:
             flow = requested
         return flow[:FLOW_CHARS_MAX]
 
-    def _usage_limits(self, tenant: str, requested: str, target: str) -> Iterator[str]:
+    def usage_limits(self, tenant: str, requested: str, target: str) -> tuple[str, ...]:
+        """Returns the names of the usage limits that apply to a request of `tenant` for a model name."""
+        if not self._limits:
+            return ()
         names = (tenant_limit(tenant), model_limit(requested), model_limit(target))
         # A name that is no alias is its own target, and counts once.
-        return (name for name in dict.fromkeys(names) if name in self._limits)
+        return tuple(name for name in dict.fromkeys(names) if name in self._limits)
 
     def max_wait_s(self, headers: Mapping[str, str], band: int = DEFAULT) -> float:
         """Returns how long a request of `band` may wait, in seconds. Raises Failure (400) if the TTL header is no
@@ -276,6 +262,12 @@ def request_id(headers: Mapping[str, str]) -> str | None:
     """The client's request id; None if it is missing or unsuitable for log lines and headers."""
     given = headers.get(REQUEST_ID_HEADER)
     return given if given is not None and _REQUEST_ID.fullmatch(given) else None
+
+
+def user_agent(headers: Mapping[str, str]) -> str | None:
+    """Returns the beginning of the client's user agent for the log; None if the client names none."""
+    agent = headers.get("user-agent", "")[:_AGENT_CHARS_MAX]
+    return (agent if agent.isascii() else as_text(agent)) or None
 
 
 def id_for_error(headers: Mapping[str, str]) -> str:

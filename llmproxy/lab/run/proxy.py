@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from random import Random
 
 from llmproxy.config import Config
@@ -231,23 +230,28 @@ class LabProxy:
             session=arrival.session,
             splittable=self._world.split_up,
         )
-        routing = Routing(request)
-        attempt, extra_attempts = partial(self._attempt, record, routing), self._config.retry.extra_attempts
+        routing, extra_attempts = Routing(), self._config.retry.extra_attempts
+        held: Lease | None = None
+
+        async def serve(lease: Lease, attempt: Attempt) -> None:
+            nonlocal held
+            held = lease
+            await self._attempt(record, routing, request, lease, attempt)
+
         try:
-            await run_attempts(routing, attempt, self.leasing, self._budget, extra_attempts)
+            await run_attempts(request, routing, serve, self.leasing, self._budget, extra_attempts)
         except Refused as refused:
             self._refuse(record, refused)
         else:
-            self._learn(record, routing)
+            self._learn(record, request, held)
         finally:
             # A preempted attempt is no failure, so it is not counted.
             record.attempts, record.preemptions = routing.attempts - routing.preemptions, routing.preemptions
             self._kept.pop(request.id, None)
             self.leasing.ended(request, _met(request, record))
 
-    def _learn(self, record: Record, routing: Routing) -> None:
+    def _learn(self, record: Record, request: Request, lease: Lease | None) -> None:
         """Learns from a completed answer, as the gateway does."""
-        request, lease = routing.request, routing.lease
         if record.outcome is Outcome.COMPLETED and lease is not None and lease.usage is not None:
             self.pools.estimator.learn(request.model, request.body_bytes, 1, lease.usage)
             self.leasing.cached(lease.grant, self._world.blocks.cached(record.arrival))
@@ -258,24 +262,26 @@ class LabProxy:
             record.outcome = refused.outcome
             record.queue_wait_s = self._loop.time() - record.arrived_s
 
-    async def _attempt(self, record: Record, routing: Routing, lease: Lease, attempt: Attempt) -> None:
-        """Attempts the request on one backend. Sets the lease's verdict and usage, and the record's outcome."""
-        record.queue_wait_s, record.backend = routing.waited_s, lease.backend
+    async def _attempt(
+        self, record: Record, routing: Routing, request: Request, lease: Lease, attempt: Attempt
+    ) -> None:
+        """Attempts the request on one backend. Sets its result, the lease's verdict and usage, and the outcome."""
+        record.queue_wait_s, record.backend = routing.queue_wait_s or 0.0, lease.backend
         record.predicted_ttft, record.predicted_tpot = lease.grant.placed.ttft, lease.grant.placed.tpot
         stage = lease.grant.request.stage
         if stage is Stage.WHOLE:
             record.prefilled_on = None
-        attempt.again = await self._run(record, routing, lease)
+        attempt.again = await self._run(record, request, len(routing.tried), lease)
         attempt.verdict, attempt.deadly = lease.verdict, attempt.again is Again.ONCE
         attempt.prefilled = stage is Stage.PREFILL and lease.verdict is Verdict.SERVED
 
-    async def _run(self, record: Record, routing: Routing, lease: Lease) -> Again:
+    async def _run(self, record: Record, request: Request, leases: int, lease: Lease) -> Again:
         """Serves the request on the lease's replica. Returns whether another attempt may follow."""
-        arrival, replica, request = record.arrival, self._replicas[lease.backend], routing.request
+        arrival, replica = record.arrival, self._replicas[lease.backend]
         if lease.preempted and not lease.revoked:
             lease.verdict = Verdict.PREEMPTED
             return Again.NO
-        stage, leases = lease.grant.request.stage, len(routing.tried)
+        stage = lease.grant.request.stage
         sequence = self._world.sequence(request.id, f"{request.id}.{leases}", stage)
         kept = self._kept.pop(request.id, None) if stage is Stage.DECODE else None
         timers: list[asyncio.TimerHandle] = []

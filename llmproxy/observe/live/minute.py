@@ -176,7 +176,8 @@ class Sums:
             band.missed += not ended.met
         if ended.queue_wait_s is not None:
             band.wait_s[bucket_of(ended.queue_wait_s)] += 1
-        tokens = max(0, ended.prompt_tokens or 0), max(0, ended.output_tokens or 0)
+        last = ended.last
+        tokens = max(0, last.prompt_tokens or 0), max(0, last.output_tokens or 0)
         if ended.flow is not None:
             self._add_flow((name, ended.flow), ended.weight, sum(tokens), ended.queue_wait_s or 0.0)
         tpot_s = ended.time_per_output_token_s
@@ -191,7 +192,6 @@ class Sums:
                     served = self.backends[attempt.backend] = BackendSums()
                 served.ends += 1
                 served.failures += attempt.verdict not in NO_FAILURES
-        last = ended.last
         if last.backend is None:
             return
         self.retries += max(0, ended.attempts - ended.preemptions - 1)
@@ -199,8 +199,8 @@ class Sums:
         backend = self.backends[last.backend]
         backend.prompt += tokens[0]
         backend.output += tokens[1]
-        if ended.cached_tokens is not None:
-            backend.cached += max(0, ended.cached_tokens)
+        if last.cached_tokens is not None:
+            backend.cached += max(0, last.cached_tokens)
             backend.expected += max(0, last.expected_cached_tokens or 0)
         if tpot_s is not None:
             backend.token_us += round(tpot_s * 1e6)

@@ -103,7 +103,7 @@ async def test_a_request_that_was_never_granted_says_since_when_it_waited(ended:
         await proxy.settled()
         record = ended["r"]
         assert record.outcome is Outcome.EXPIRED
-        assert record.tried == ()
+        assert record.tried == []
         assert record.last == Attempt()
         assert record.queued_s is not None
         assert record.arrived_s is not None

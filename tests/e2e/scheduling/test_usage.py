@@ -84,7 +84,7 @@ async def test_usage_that_is_not_believed_is_logged(monkeypatch: pytest.MonkeyPa
         await proxy.chat(BODY)
         await proxy.settled()
         (request_exit,) = ended
-        assert request_exit.prompt_tokens is None
+        assert request_exit.last.prompt_tokens is None
         assert request_exit.error is not None
         assert "the backend's usage is not believed: 1000000000000000 prompt" in request_exit.error
 

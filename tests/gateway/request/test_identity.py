@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 from aiohttp.test_utils import make_mocked_request
+from msgspec import structs
 
 from llmproxy.config import Config, hash_of
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Slo
@@ -17,19 +19,35 @@ from llmproxy.gateway.request.identity import (
     FLOW_CHARS_MAX,
     TTL_HEADER,
     Identity,
-    RequestClass,
     parse_duration_s,
     request_id,
 )
+from llmproxy.observe.exit import RequestExit
 from tests import ROOT
+from tests.exits import exit_of
 
 OBJECTIVE = "x-llm-d-inference-objective"
 FAIRNESS = "x-gateway-inference-fairness-id"
 TTL = "x-llm-d-inference-ttl"
+RECORD = exit_of(request_id="r", method="POST", path="/")
 
 
 def config(**fields: object) -> Config:
     return Config.model_validate({"backends": ["http://gpu-0:8000"], **fields})
+
+
+def classified(
+    identity: Identity,
+    headers: Mapping[str, str],
+    trusted: bool,
+    requested: str,
+    target: str,
+    tenant: Tenant = NO_TENANT,
+) -> RequestExit:
+    """The record of a request after its classification."""
+    record = structs.replace(RECORD)
+    identity.classify(record, headers, trusted, requested, target, tenant)
+    return record
 
 
 def of_acme(tenant: dict[str, Any] | None = None, **fields: Any) -> tuple[Identity, Tenant]:
@@ -74,11 +92,11 @@ def test_request_ids_are_taken_if_they_fit_a_log_line() -> None:
 
 def test_the_ttl_header_can_only_shorten() -> None:
     identity = Identity(config(queue={"max_wait_s": 10}))
-    assert identity.classify({TTL: "300ms"}, False, "m", "m").max_wait_s == pytest.approx(0.3)
-    assert identity.classify({TTL: "1h"}, False, "m", "m").max_wait_s == 10
+    assert classified(identity, {TTL: "300ms"}, False, "m", "m").max_wait_s == pytest.approx(0.3)
+    assert classified(identity, {TTL: "1h"}, False, "m", "m").max_wait_s == 10
     for text in ("soon", "5", "-1s", "0s", "", "1d"):
         with pytest.raises(Failure) as caught:
-            identity.classify({TTL: text}, False, "m", "m")
+            classified(identity, {TTL: text}, False, "m", "m")
         assert (caught.value.status, caught.value.param) == (400, TTL_HEADER)
 
 
@@ -91,8 +109,8 @@ def test_every_header_for_classification_is_documented(header: str) -> None:
 def test_bands_may_have_different_times_to_wait() -> None:
     identity = Identity(config(queue={"max_wait_s": 10, "band_max_wait_s": {"sheddable": 600, "critical": 2}}))
 
-    def max_wait_s(band: str, **headers: str) -> float:
-        return identity.classify({OBJECTIVE: band} | headers, True, "m", "m").max_wait_s
+    def max_wait_s(band: str, **headers: str) -> float | None:
+        return classified(identity, {OBJECTIVE: band} | headers, True, "m", "m").max_wait_s
 
     assert [max_wait_s(band) for band in ("critical", "default", "sheddable")] == [2, 10, 600]
     assert [max_wait_s(band, **{TTL: "60s"}) for band in ("critical", "default", "sheddable")] == [2, 10, 60]
@@ -100,7 +118,7 @@ def test_bands_may_have_different_times_to_wait() -> None:
 
 def test_time_to_wait_follows_the_final_band() -> None:
     identity, acme = of_acme({"band_max": "sheddable"}, queue={"band_max_wait_s": {"sheddable": 600}})
-    assert identity.classify({OBJECTIVE: "critical"}, True, "m", "m", acme).max_wait_s == 600
+    assert classified(identity, {OBJECTIVE: "critical"}, True, "m", "m", acme).max_wait_s == 600
 
 
 # --- trust ------------------------------------------------------------------------------------------------------------
@@ -166,7 +184,9 @@ def test_only_a_shorter_ttl_counts_from_untrusted_clients() -> None:
         "x-llm-d-slo-tpot-ms": "-1",
         TTL: "5s",
     }
-    assert identity.classify(headers, False, "m", "m") == RequestClass(DEFAULT, "m", 5.0)
+    assert classified(identity, headers, False, "m", "m") == structs.replace(
+        RECORD, level=DEFAULT, flow="m", max_wait_s=5.0
+    )
 
 
 # --- bands ------------------------------------------------------------------------------------------------------------
@@ -180,11 +200,11 @@ def test_a_trusted_header_overrides_the_model() -> None:
         )
     )
     headers = {OBJECTIVE: "batch", FAIRNESS: "team-a"}
-    trusted = identity.classify(headers, True, "fast", "base")
-    assert (trusted.band, trusted.flow) == (SHEDDABLE, "team-a")
-    untrusted = identity.classify(headers, False, "fast", "base")
-    assert (untrusted.band, untrusted.flow) == (CRITICAL, "fast")
-    assert identity.classify({}, True, "base", "base").band == DEFAULT
+    trusted = classified(identity, headers, True, "fast", "base")
+    assert (trusted.level, trusted.flow) == (SHEDDABLE, "team-a")
+    untrusted = classified(identity, headers, False, "fast", "base")
+    assert (untrusted.level, untrusted.flow) == (CRITICAL, "fast")
+    assert classified(identity, {}, True, "base", "base").level == DEFAULT
 
 
 def test_an_alias_has_its_targets_band_unless_it_has_its_own() -> None:
@@ -194,8 +214,8 @@ def test_an_alias_has_its_targets_band_unless_it_has_its_own() -> None:
         {"name": "slow", "target": "base", "criticality": "sheddable"},
     ]
     identity = Identity(config(models=models))
-    assert identity.classify({}, False, "alias", "base").band == CRITICAL
-    assert identity.classify({}, False, "slow", "base").band == SHEDDABLE
+    assert classified(identity, {}, False, "alias", "base").level == CRITICAL
+    assert classified(identity, {}, False, "slow", "base").level == SHEDDABLE
 
 
 @pytest.mark.parametrize(
@@ -226,16 +246,16 @@ def test_bands_come_from_header_tenant_model_up_to_band_max(
     identity, acme = of_acme(
         tenant, models=[{"name": "m", "criticality": "sheddable"}], objectives=[{"name": "quick", "ttft_s": 0.5}]
     )
-    assert identity.classify(headers, True, "m", "m", acme).band == band
+    assert classified(identity, headers, True, "m", "m", acme).level == band
 
 
 def test_an_unknown_objective_is_the_default_band_and_reported() -> None:
     identity = Identity(config(objectives=[{"name": "batch", "criticality": "sheddable"}]))
-    found = identity.classify({OBJECTIVE: "bacth"}, True, "m", "m")
-    assert (found.band, found.unknown_objective) == (DEFAULT, "bacth")
-    assert identity.classify({OBJECTIVE: "batch"}, True, "m", "m").unknown_objective is None
-    assert identity.classify({OBJECTIVE: "bacth"}, False, "m", "m").unknown_objective is None
-    long = identity.classify({OBJECTIVE: "x" * 9999}, True, "m", "m").unknown_objective
+    found = classified(identity, {OBJECTIVE: "bacth"}, True, "m", "m")
+    assert (found.level, found.unknown_objective) == (DEFAULT, "bacth")
+    assert classified(identity, {OBJECTIVE: "batch"}, True, "m", "m").unknown_objective is None
+    assert classified(identity, {OBJECTIVE: "bacth"}, False, "m", "m").unknown_objective is None
+    long = classified(identity, {OBJECTIVE: "x" * 9999}, True, "m", "m").unknown_objective
     assert long is not None
     assert len(long) == FLOW_CHARS_MAX
 
@@ -249,26 +269,26 @@ def test_an_unknown_objective_is_the_default_band_and_reported() -> None:
 )
 def test_flows_are_named_as_configured(kind: str, flow: str) -> None:
     identity, acme = of_acme(scheduling={"flow": kind})
-    assert identity.classify({"x-team": "blue"}, True, "alias", "base", acme).flow == flow
-    assert identity.classify({FAIRNESS: "green", "x-team": "blue"}, True, "alias", "base", acme).flow == "green"
+    assert classified(identity, {"x-team": "blue"}, True, "alias", "base", acme).flow == flow
+    assert classified(identity, {FAIRNESS: "green", "x-team": "blue"}, True, "alias", "base", acme).flow == "green"
 
 
 @pytest.mark.parametrize(("kind", "flow"), [("tenant", ""), ("tenant+model", "+m"), ("header:x-team", "m")])
 def test_the_flow_of_a_client_without_a_tenant_or_a_header(kind: str, flow: str) -> None:
-    assert Identity(config(scheduling={"flow": kind})).classify({}, True, "m", "m").flow == flow
+    assert classified(Identity(config(scheduling={"flow": kind})), {}, True, "m", "m").flow == flow
 
 
 def test_names_of_flows_are_bounded() -> None:
     identity = Identity(config())
-    assert identity.classify({FAIRNESS: "x" * 9999}, True, "m", "m").flow == "x" * FLOW_CHARS_MAX
-    assert len(identity.classify({}, False, "x" * 9999, "m").flow) == FLOW_CHARS_MAX
+    assert classified(identity, {FAIRNESS: "x" * 9999}, True, "m", "m").flow == "x" * FLOW_CHARS_MAX
+    assert classified(identity, {}, False, "x" * 9999, "m").flow == "x" * FLOW_CHARS_MAX
 
 
 def test_a_flow_has_its_own_weight_or_its_tenants() -> None:
     identity, acme = of_acme({"weight": 3}, scheduling={"weights": {"gold": 5}})
-    assert identity.classify({FAIRNESS: "gold"}, True, "m", "m", acme).weight == 5
-    assert identity.classify({}, True, "m", "m", acme).weight == 3
-    assert identity.classify({}, True, "m", "m").weight == 1
+    assert classified(identity, {FAIRNESS: "gold"}, True, "m", "m", acme).weight == 5
+    assert classified(identity, {}, True, "m", "m", acme).weight == 3
+    assert classified(identity, {}, True, "m", "m").weight == 1
 
 
 # --- objectives -------------------------------------------------------------------------------------------------------
@@ -305,14 +325,14 @@ def test_objective_parts_come_from_header_objective_tenant_model(
 ) -> None:
     identity, acme = of_acme(tenant, **PLACES)
     target = "m" if requested == "alias" else requested
-    assert identity.classify(headers, True, requested, target, acme).slo == slo
+    assert classified(identity, headers, True, requested, target, acme).slo == slo
 
 
 @pytest.mark.parametrize("text", ["soon", "-1", "0", "nan", "inf", "1e3", "1_000", "9" * 400, "250ms", " "])
 @pytest.mark.parametrize("header", ["x-llm-d-slo-ttft-ms", "x-slo-ttft-ms", "x-llm-d-slo-tpot-ms", "x-slo-tpot-ms"])
 def test_an_objective_header_must_be_positive_milliseconds(header: str, text: str) -> None:
     with pytest.raises(Failure) as caught:
-        Identity(config()).classify({header: text}, True, "m", "m")
+        classified(Identity(config()), {header: text}, True, "m", "m")
     assert caught.value.status == 400
     assert caught.value.param == header
 
@@ -327,17 +347,16 @@ def test_limits_come_from_tenant_name_and_target() -> None:
         {"name": "alias", "target": "m", "limits": limits},
         {"name": "free", "target": "m"},
     ]
-    identity, acme = of_acme({"limits": {"tokens_per_min": 5}}, models=models)
-    assert identity.classify({}, False, "alias", "m", acme).limits == ("tenant:acme", "model:alias", "model:m")
-    assert identity.classify({}, False, "free", "m", acme).limits == ("tenant:acme", "model:m")
-    assert identity.classify({}, False, "m", "m").limits == ("model:m",)
-    assert identity.classify({}, False, "other", "other").limits == ()
+    identity, _ = of_acme({"limits": {"tokens_per_min": 5}}, models=models)
+    assert identity.usage_limits("acme", "alias", "m") == ("tenant:acme", "model:alias", "model:m")
+    assert identity.usage_limits("acme", "free", "m") == ("tenant:acme", "model:m")
+    assert identity.usage_limits("", "m", "m") == ("model:m",)
+    assert identity.usage_limits("", "other", "other") == ()
 
 
 def test_a_tenant_without_limits_counts_against_none() -> None:
     identity, acme = of_acme()
-    found = identity.classify({}, False, "m", "m", acme)
-    assert (found.tenant, found.limits) == ("acme", ())
+    assert identity.usage_limits(acme.name, "m", "m") == ()
 
 
 # --- the session ------------------------------------------------------------------------------------------------------

@@ -15,17 +15,20 @@ from llmproxy.observe.exit import RequestExit
 from llmproxy.observe.live.minute import FLOWS_MAX, LEAST_S, OTHER, SPAN_S, Minute, bucket_of, kind_of, quantile
 from llmproxy.scheduling.attempt import Attempt
 
+TOKENS = {"prompt_tokens": 10, "cached_tokens": 4, "output_tokens": 5}
+
 
 def ended(
     flow: str = "f", wait_s: float = 0.1, *, backend: str | None = "b0", weight: float = 1.0, stream: bool = True,
     outcome: Outcome = Outcome.COMPLETED, status: int = 200, **result: Any,
 ) -> RequestExit:  # fmt: skip
-    result = {"ttft_s": wait_s + 0.2, "prompt_tokens": 10, "cached_tokens": 4, "output_tokens": 5, "met": True} | result
+    result = {"ttft_s": wait_s + 0.2, "met": True} | result
+    tokens = {name: result.pop(name, usual) for name, usual in TOKENS.items()}
     attempt = Attempt(
         backend=backend, granted_s=wait_s, verdict=Verdict.SERVED, expected_cached_tokens=3,
-        predicted_ttft=Predicted(0.1, 0.3),
+        predicted_ttft=Predicted(0.1, 0.3), **tokens,
     )  # fmt: skip
-    tried = (attempt,) if backend is not None else ()
+    tried = [attempt] if backend is not None else []
     return RequestExit(
         request_id="r", method="POST", path="/", band="default", flow=flow, weight=weight, arrived_s=0.0, stream=stream,
         tried=tried, attempts=len(tried), queue_wait_s=wait_s, outcome=outcome, status=status, duration_s=1.0, **result,
@@ -108,7 +111,7 @@ def test_a_request_without_an_attempt_is_of_no_backend_and_one_without_a_stream_
 def test_an_attempt_that_failed_is_its_backends_although_another_one_served() -> None:
     minute, served = Minute(), ended()
     failed = (Attempt(backend="bad", verdict=verdict) for verdict in (Verdict.FAILED, Verdict.PREEMPTED))
-    served.tried, served.attempts, served.preemptions, served.queue_wait_s = (*failed, *served.tried), 3, 1, None
+    served.tried, served.attempts, served.preemptions, served.queue_wait_s = [*failed, *served.tried], 3, 1, None
     minute.record(served)
     minute.roll(0)
     bad, good = minute.total.backend("bad"), minute.total.backend("b0")

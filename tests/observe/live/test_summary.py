@@ -205,7 +205,7 @@ def minute(*exits: RequestExit) -> Sums:
 def failed(backend: str, outcome: Outcome = Outcome.COMPLETED) -> RequestExit:
     """A request whose first attempt failed there, and whose second one was served elsewhere."""
     one = ended(backend="gpu-0", outcome=outcome, status=502)
-    one.tried = (Attempt(backend=backend, verdict=Verdict.FAILED), *one.tried)
+    one.tried.insert(0, Attempt(backend=backend, verdict=Verdict.FAILED))
     return one
 
 

@@ -212,7 +212,7 @@ FULL: dict[type[Any], Any] = {
             outcome=Outcome.COMPLETED,
             status=200,
             duration_s=1.0,
-            tried=(Attempt.begun(GRANT, 0.0),),
+            tried=[Attempt.begun(GRANT, 0.0)],
         )
     ),
     RunningLease: RunningLease(1, request(), GRANT.placed, 0.0, None, False, 0),

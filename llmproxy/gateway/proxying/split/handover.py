@@ -68,6 +68,6 @@ class SplitServing:
     async def release(self, context: RequestContext) -> None:
         """Free the prompt of a handover whose decode stage does not happen."""
         handover, context.handover = context.handover, None
-        if handover is not None and context.routing is not None:
+        if handover is not None and context.request is not None:
             backend = self._backends.get(handover.answers_on or "")
-            await context.rules.releaser.release(handover, backend, context.routing.request.model)
+            await context.rules.releaser.release(handover, backend, context.request.model)
