@@ -92,13 +92,14 @@ class HttpUpstream:
         if reused is not None:
             sent_s = asyncio.get_running_loop().time()
             try:
-                return await _send(reused, head, body, size_bytes)
+                return await reused.send(head, body, size_bytes)
             except ConnectionDropped as dropped:
                 # If the connection broke later, the backend may have worked on the request. Only a GET may be repeated
                 # then (RFC 9110, section 9.2.2); a new connection shows whether the backend is gone.
                 if method != "GET" and dropped.at_s - sent_s > IDLE_DROP_S:
                     raise
-        return await _send(await self._connect(to, url, connect_timeout_s), head, body, size_bytes)
+        connection = await self._connect(to, url, connect_timeout_s)
+        return await connection.send(head, body, size_bytes)
 
     async def _connect(self, to: _Destination, url: URL, timeout_s: float) -> BackendConnection:
         loop = asyncio.get_running_loop()
@@ -184,22 +185,12 @@ def _in_words(error: OSError) -> str:
     return os.strerror(error.errno)
 
 
-async def _send(connection: BackendConnection, head: bytes, body: Body, size_bytes: int) -> HttpExchange:
-    """Sends a request. Returns the exchange once the head of the response has arrived."""
-    exchange = connection.begin()
-    try:
-        await connection.send(head, body, size_bytes)
-        await exchange.head()
-    except BaseException:
-        exchange.close()
-        raise
-    return exchange
-
-
 def _head(url: URL, method: str, path_qs: str, headers: Headers, size_bytes: int) -> bytes:
     """Returns the head of a request. Raises ValueError for text that a server would parse as more than one field."""
     fields, named_host = list[tuple[str, str]](), False
-    for field in headers.items() if isinstance(headers, Mapping) else headers:
+    if not isinstance(headers, list):
+        headers = list(headers.items() if isinstance(headers, Mapping) else headers)
+    for field in headers:
         lower = field[0].lower()
         if lower != "content-length":
             fields.append(field)

@@ -92,22 +92,30 @@ class BackendConnection(asyncio.Protocol):
         # Unread bytes, or an unread end of the connection, precede the next request and are no response to it.
         return not self._unread.poll(0)
 
-    def begin(self) -> HttpExchange:
+    async def send(self, head: bytes, body: Body, size_bytes: int) -> HttpExchange:
+        """Sends a request. Returns the exchange once the head of the response has arrived.
+
+        Raises UpstreamBroken.
+        """
         exchange = self._exchange = HttpExchange(self, self.used)
         self.used = True
         self._sent = self._heard = self._complete = self._surplus = self._persistent = False
         self._head_bytes = 0
+        try:
+            if size_bytes <= WHOLE_BODY_BYTES_MAX:
+                self._write(b"".join((head, *body)))
+                self._sent = True
+            else:
+                await self._write_slices(head, body)
+            while not exchange.status:
+                await exchange.event()
+        except BaseException:
+            exchange.close()
+            raise
         return exchange
 
-    async def send(self, head: bytes, body: Body, size_bytes: int) -> None:
-        """Write a request. A large body is written in slices, and no further once the backend has answered.
-
-        Raises UpstreamBroken.
-        """
-        if size_bytes <= WHOLE_BODY_BYTES_MAX:
-            self._write(b"".join((head, *body)))
-            self._sent = True
-            return
+    async def _write_slices(self, head: bytes, body: Body) -> None:
+        """Writes a large body, but no further once the backend has answered. Raises UpstreamBroken."""
         self._write(head)
         for piece in body:
             for start in range(0, len(piece), SLICE_BYTES):
@@ -145,7 +153,7 @@ class BackendConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    # --- callbacks of the transport------------------------------------------------------------------------------------
+    # --- callbacks of the transport -----------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -184,7 +192,8 @@ class BackendConnection(asyncio.Protocol):
             return
         self._heard = True
         broken = ""
-        if not exchange.status:
+        in_head = not exchange.status
+        if in_head:
             self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
@@ -196,14 +205,16 @@ class BackendConnection(asyncio.Protocol):
             broken = str(error) or type(error).__name__
         if not exchange.status and self._head_bytes > HEAD_BYTES_MAX:
             broken = f"the head of its answer is longer than {HEAD_BYTES_MAX} bytes"
-        if self._pieces:
-            pieces, self._pieces = self._pieces, []
+        if pieces := self._pieces:
+            self._pieces = []
             exchange.arrived(pieces[0] if len(pieces) == 1 else b"".join(pieces))
         if self._complete:
             self._end(exchange, keep=not broken)
         elif broken and self._exchange is exchange:
             self.abort()
             exchange.failed(InvalidResponse, broken)
+        elif exchange.buffered or (in_head and exchange.status):
+            exchange.wake()
 
     def _end(self, exchange: HttpExchange, *, keep: bool) -> None:
         if self._exchange is not exchange:
@@ -212,7 +223,8 @@ class BackendConnection(asyncio.Protocol):
         self._exchange = None
         exchange.end()
         if keep and self._sent and not self._surplus and self._persistent:
-            self.resume()
+            if self._paused:
+                self.resume()
             self._on_free(self)
         elif self._transport is not None:
             self._transport.abort()
@@ -243,11 +255,14 @@ class BackendConnection(asyncio.Protocol):
             exchange.reason = ""
             exchange.headers.clear()
         else:
-            codings = [value for name, value in exchange.headers if name.lower() == "transfer-encoding"]
-            if codings and (len(codings) > 1 or codings[0].strip(" ").lower() != "chunked"):
-                # The parser only decodes chunks, so another coding would be passed on as the body.
-                raise ValueError("its transfer-encoding is another one than chunked")
-            exchange.answered(status)
+            chunked = False
+            for name, value in exchange.headers:
+                if name.lower() == "transfer-encoding":
+                    if chunked or value.strip(" ").lower() != "chunked":
+                        # The parser only decodes chunks, so another coding would be passed on as the body.
+                        raise ValueError("its transfer-encoding is another one than chunked")
+                    chunked = True
+            exchange.status = status
 
     def on_body(self, data: bytes) -> None:
         if not self._complete:
@@ -265,7 +280,7 @@ class HttpExchange:
     """A response in progress: its head, its body, and its end."""
 
     __slots__ = (
-        "_broken", "_buffered", "_buffered_bytes", "_connection", "_sink", "_sink_error", "_woken", "ended", "headers",
+        "_broken", "_buffered_bytes", "_connection", "_sink", "_sink_error", "_woken", "buffered", "ended", "headers",
         "reason", "reused", "status",
     )  # fmt: skip
 
@@ -273,7 +288,7 @@ class HttpExchange:
         # None after the end of the body or a failure.
         self._connection: BackendConnection | None = connection
         # Body bytes that were not read yet.
-        self._buffered: list[bytes] = []
+        self.buffered: list[bytes] = []
         self._buffered_bytes = 0
         # Gets each piece of the body while `flow` runs.
         self._sink: Callable[[bytes], None] | None = None
@@ -288,34 +303,30 @@ class HttpExchange:
         self.headers: list[tuple[str, str]] = []
         self.reused = reused
 
-    async def head(self) -> None:
-        """Wait for the head of the response. Raises UpstreamBroken."""
-        while not self.status:
-            await self._more()
-
     async def chunk(self) -> bytes:
-        while not self._buffered:
+        while not self.buffered:
             if self.ended:
                 return b""
-            await self._more()
-        buffered, self._buffered, self._buffered_bytes = self._buffered, [], 0
-        self.resume()
+            await self.event()
+        buffered, self.buffered, self._buffered_bytes = self.buffered, [], 0
+        if self._connection is not None:
+            self._connection.resume()
         return buffered[0] if len(buffered) == 1 else b"".join(buffered)
 
     async def flow(self, sink: Callable[[bytes], None]) -> None:
-        buffered = await self.chunk() if self._buffered else b""
+        buffered = await self.chunk() if self.buffered else b""
         self._sink = sink
         try:
             if buffered:
                 sink(buffered)
             while self._sink is not None and not self.ended:
-                await self._more()
+                await self.event()
         finally:
             self._sink = self._sink_error = None
 
     def halt(self) -> None:
         self._sink = None
-        self._wake()
+        self.wake()
 
     def pause(self) -> None:
         if self._connection is not None:
@@ -330,8 +341,8 @@ class HttpExchange:
             self._connection.abort()
             self.failed(UpstreamBroken, "the connection was closed from here")
 
-    async def _more(self) -> None:
-        """Wait for the next event. Raises the failure of the exchange or of the sink."""
+    def event(self) -> asyncio.Future[None]:
+        """Returns a future of the next event. Raises the failure of the exchange or of the sink."""
         # An exception refers to frames that refer to this exchange, so it is not stored here, to avoid a cycle.
         if self._sink_error is not None:
             error, self._sink_error = self._sink_error, None
@@ -344,12 +355,10 @@ class HttpExchange:
             kind, why = self._broken
             raise kind(why)
         self._woken = asyncio.get_running_loop().create_future()
-        try:
-            await self._woken
-        finally:
-            self._woken = None
+        return self._woken
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Wakes the reader that waits for an event."""
         if self._woken is not None and not self._woken.done():
             self._woken.set_result(None)
 
@@ -363,17 +372,12 @@ class HttpExchange:
         fields = {name.lower(): value.lower() for name, value in self.headers}
         return "content-length" not in fields and "chunked" not in fields.get("transfer-encoding", "")
 
-    def answered(self, status: int) -> None:
-        self.status = status
-        self._wake()
-
     def arrived(self, data: bytes) -> None:
         if self._sink is None:
-            self._buffered.append(data)
+            self.buffered.append(data)
             self._buffered_bytes += len(data)
             if self._buffered_bytes > READ_BUFFER_BYTES:
                 self.pause()
-            self._wake()
             return
         try:
             self._sink(data)
@@ -384,7 +388,7 @@ class HttpExchange:
     def end(self) -> None:
         self.ended = True
         self._connection = None
-        self._wake()
+        self.wake()
 
     def failed(self, kind: Callable[[str], UpstreamBroken], why: str) -> None:
         """Ends a response that was cut short. Readers get an exception of this kind."""
@@ -393,7 +397,7 @@ class HttpExchange:
         name = self._connection.name if self._connection is not None else ""
         self._broken = kind, f"{name}: {why}"
         self._connection = None
-        self._wake()
+        self.wake()
 
 
 def _broken(dropped: bool) -> Callable[[str], UpstreamBroken]:

@@ -11,7 +11,8 @@ def head(first_line: str, fields: Iterable[tuple[str, str]]) -> bytes:
     Raises ValueError for a line break in the first line or in a field, because it would add another field.
     """
     lines = [first_line]
-    lines += [f"{name}: {value}" for name, value in fields]
+    for name, value in fields:
+        lines.append(f"{name}: {value}")
     text = "\r\n".join(lines) + "\r\n\r\n"
     breaks = len(lines) + 1
     if text.count("\n") != breaks or text.count("\r") != breaks:

@@ -70,6 +70,23 @@ class PausableWriter(Protocol):
         """Called when the client has read the buffered bytes."""
 
 
+class SentResponse(web.StreamResponse):
+    """An answer that was sent without the server library. The library gets this object and has nothing left to send."""
+
+    prepared = True
+    keep_alive: bool | None = True
+    """Whether the connection may serve another request."""
+
+    def force_close(self) -> None:
+        self.keep_alive = False
+
+    async def prepare(self, _request: web.BaseRequest) -> AbstractStreamWriter | None:
+        return None
+
+    async def write_eof(self, _data: bytes = b"") -> None:
+        return None
+
+
 class ClientConnection(web.RequestHandler):
     """aiohttp's connection, with the proxy's limits and the proxy's answers to unparsable bytes."""
 
@@ -196,6 +213,11 @@ class ClientConnection(web.RequestHandler):
             self._unread_timer.cancel()
             self._unread_timer = None
 
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        """Reads again, if reading was paused. The server library calls this for every body."""
+        if self._reading_paused:
+            super().resume_reading(resume_parser)
+
     def ended_without_trailer(self, body: StreamReader) -> bool:
         """Whether a chunked body has ended without a trailer, and nothing was read after it."""
         return body.is_eof() and not self._messages and not self._upgraded and self._latest == LAST_CHUNK
@@ -284,10 +306,28 @@ class ClientConnection(web.RequestHandler):
         Replaces two values that aiohttp would send in the head: the server's name and version, and the request's HTTP
         version.
         """
+        if type(resp) is SentResponse and not self._upgraded:
+            return resp, False
         resp.headers.setdefault(*SERVER)
         if request.version != HttpVersion10:
             request._cache["version"] = HttpVersion11
         return await super().finish_response(request, resp, start_time)
+
+
+def arrived_body(request: web.BaseRequest) -> bytes | None:
+    """Takes the body of a request if all of it has arrived. Returns None otherwise, or if the body is broken.
+
+    Most bodies arrive with their head, and the reader of the server library would take ten calls for them.
+    """
+    content = request._payload
+    if content is EMPTY_PAYLOAD:
+        return b""
+    if not content._eof or content._exception is not None or content._buffer_offset:
+        return None
+    pieces = list(content._buffer)
+    content._buffer.clear()
+    content._size = 0
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
 class _ChunkedRequest(web.BaseRequest):

@@ -8,10 +8,9 @@ from http.client import responses
 from typing import Any, Protocol, cast
 
 from aiohttp import HttpVersion11, web
-from aiohttp.abc import AbstractStreamWriter
 from aiohttp.helpers import rfc822_formatted_time
 
-from llmproxy.gateway.http.connection import ClientConnection
+from llmproxy.gateway.http.connection import ClientConnection, SentResponse
 from llmproxy.gateway.http.cors import Cors
 from llmproxy.gateway.http.headers import SERVER, Headers, reason_to_client
 from llmproxy.upstream import http1
@@ -39,27 +38,6 @@ async def within(step: Coroutine[Any, Any, None], client: ResponseWriter, limit_
     except TimeoutError:
         await client.abort()
         raise ConnectionAbortedError("it stopped reading") from None
-
-
-class _SentResponse(web.StreamResponse):
-    """An answer that was sent without the server library. The library gets this object and has nothing left to send."""
-
-    persistent = True
-    prepared = True
-
-    @property
-    def keep_alive(self) -> bool | None:
-        """Whether the connection may serve another request."""
-        return self.persistent
-
-    def force_close(self) -> None:
-        self.persistent = False
-
-    async def prepare(self, _request: web.BaseRequest) -> AbstractStreamWriter | None:
-        return None
-
-    async def write_eof(self, _data: bytes = b"") -> None:
-        return None
 
 
 class ResponseWriter:
@@ -91,7 +69,7 @@ class ResponseWriter:
         self._head = b""
         self._chunked = self._committed = self._silent = False
         self._drained: asyncio.Future[None] | None = None
-        self.response: _SentResponse | None = None
+        self.response: SentResponse | None = None
         # Called when the answer begins, before the client gets its first byte.
         self.on_commit: Callable[[], None] | None = None
         # Called with each piece of the body, unless the body is encoded.
@@ -149,7 +127,7 @@ class ResponseWriter:
         if self._cors is not None:
             fields = self._cors.passed_on(request.headers.get("origin"), fields)
         known = {name.lower(): value for name, value in fields}
-        self.response, self.status = _SentResponse(status=status), status
+        self.response, self.status = SentResponse(status=status), status
         if known.get("content-encoding", "identity").lower() != "identity":
             self.capture = None
         modern = request.version >= HttpVersion11

@@ -9,6 +9,7 @@ from aiohttp import web
 
 from llmproxy.config import ClientsConfig
 from llmproxy.core.domain import Outcome
+from llmproxy.gateway.http.connection import arrived_body
 from llmproxy.gateway.http.errors import Failure
 from llmproxy.gateway.request.body_budget import BodyBudget, BufferedBody
 
@@ -30,16 +31,14 @@ async def read_body(
     if length is not None and length > bytes_max:
         raise _too_large(bytes_max, sized=True)
     _send_continue(request)
-    content = request.content
-    if content.is_eof() and content.exception() is None:
+    if (whole := arrived_body(request)) is not None:
         # Most bodies arrive with their head, and need no timer.
-        whole = content.read_nowait()
         if len(whole) > bytes_max:
             raise _too_large(bytes_max, sized=length is not None)
         if not buffered.add_whole(len(whole)):
             raise _no_room()
         return whole
-    body = BytesIO()
+    content, body = request.content, BytesIO()
     now = asyncio.get_running_loop().time
     silence_s, latest_s = limits.body_idle_timeout_s, now() + limits.body_timeout_s
     limit = asyncio.timeout_at(min(now() + silence_s, latest_s))
