@@ -1,7 +1,7 @@
 """Loads or unloads an adapter on all backends, and repeats the change on a backend that lost it in a restart.
 
-Each backend gets one load or unload request at a time, and then its model list is read, so that requests for the
-adapter work as soon as the load is reported.
+Each backend gets one load or unload request at a time. Its model list is read after each request, so that requests for
+the adapter work as soon as the load is reported.
 """
 
 from __future__ import annotations

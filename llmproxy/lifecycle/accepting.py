@@ -1,7 +1,7 @@
 """Accepts many waiting connections of a listening socket in one iteration of the event loop.
 
-uvloop accepts one connection per iteration. In a burst of new clients, the last one would wait for as many iterations
-as there are clients before it, and each iteration also does the work of all connected clients.
+uvloop accepts one connection per iteration. In a burst of new clients, the last client would wait for as many
+iterations as there are clients, and each iteration also serves all connected clients.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A collection of Kubernetes objects, listed once and then watched for months.
 
-Kubernetes' API concepts describe the protocol: list; watch from the version of the list; take the version of each event
-and bookmark; when a watch ends, watch again from the last version; list again if that version is gone (410).
+Kubernetes' API concepts describe the protocol. The watch begins at the version of the list, and each event and bookmark
+has a later version. When a watch ends, the next watch begins at the last version. If that version is gone (410), the
+collection is listed again.
 """
 
 from __future__ import annotations

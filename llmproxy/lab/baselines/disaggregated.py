@@ -1,8 +1,8 @@
 """Routers for disaggregated prefill and decode.
 
-Each router chooses both replicas when a request comes. There are two simplifications, where the real routers answer
-with an error, or as configured: if the decode replica is gone when the prompt is computed, another is chosen; without a
-prefill replica, the decode replica computes the prompt. In a fleet without roles, only the decode policy chooses.
+Each router chooses both replicas when a request comes. There are two simplifications. If the decode replica is gone
+when the prompt is computed, another is chosen. Without a prefill replica, the decode replica computes the prompt. The
+real routers answer with an error, or as configured. In a fleet without roles, only the decode policy chooses.
 """
 
 from __future__ import annotations

@@ -89,10 +89,10 @@ def blend(queue: float = 2.0, kv: float = 2.0, prefix: float = 3.0) -> Profile:
 def sticky(match: float = 0.8, penalty_s: float = 18.0, rate: float = 15_928.0) -> Profile:
     """Returns a profile with prefix-cache-affinity-filter and token-load-scorer.
 
-    A backend is warm if it has at least the share `match` of the prompt's blocks. Warm backends are the only
-    candidates, unless the least loaded of them would begin more than `penalty_s` (0: no limit) later than the least
-    loaded other backend, at `rate` prompt tokens per second. The candidate with the fewest tokens in flight, including
-    this prompt's uncached tokens, is chosen.
+    A backend is warm if it has at least the share `match` of the prompt's blocks. If there are warm backends, only they
+    are candidates. The exception: at `rate` prompt tokens per second, the least loaded warm backend would begin more
+    than `penalty_s` (0: no limit) later than the least loaded other backend. The candidate with the fewest tokens in
+    flight, including this prompt's uncached tokens, is chosen.
     """
 
     def warm_candidates(candidates: Sequence[Candidate]) -> Sequence[Candidate]:

@@ -16,7 +16,7 @@ DELAY_S = 0.010
 class KvEvents:
     """A proxy's subscriptions to all replicas, and its index of the cached blocks.
 
-    vLLM publishes one batch of events per step, and does not repeat a lost batch: the index then lacks the blocks
+    vLLM publishes one batch of events per step, and does not repeat a lost batch. The index then lacks the blocks
     stored in that step, and keeps the removed blocks, until a later batch corrects this or the replica's process ends.
     """
 

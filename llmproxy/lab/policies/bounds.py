@@ -124,7 +124,7 @@ def _cache_bounds(sums: _TraceSums) -> dict[str, Bound]:
     before its head.
 
     `hit_pooled_lru` has one cache as large as all caches together. It is usually too high, because it ignores the KV
-    cache of answers and the time to compute a prompt, but a policy that orders its queue by prefix can beat it.
+    cache of answers and the time to compute a prompt. But a policy that orders its queue by prefix can beat it.
     `hit_endless` has an unlimited cache: a strict bound for all policies, unless the trace has more than `BLOCKS_MAX`
     distinct blocks.
     """

@@ -14,16 +14,19 @@ SPREAD_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """The changes of a trace, in this order: each request of the tenant `loud` comes `factor` times; only requests of
-    the band `band` are kept; the requests of the tenant `without` are dropped; `level` puts all requests into one band.
+    """The changes of a trace, in the order of the fields.
 
     A closed loop counts as one request, with the fields of its first request.
     """
 
+    # Each request of the tenant `loud` comes `factor` times.
     loud: str | None = None
     factor: int = 10
+    # Only requests of this band are kept.
     band: str | None = None
+    # The requests of this tenant are dropped.
     without: str | None = None
+    # Whether all requests get the same band.
     level: bool = False
 
 

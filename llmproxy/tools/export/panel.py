@@ -26,8 +26,6 @@ SIZES = {"stat": (4, 4), "timeseries": (8, 8), "state-timeline": (8, 8), "table"
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A Grafana panel."""
-
     title: str
     description: str
     # (expression, legend of its series)

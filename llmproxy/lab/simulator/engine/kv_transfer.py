@@ -39,7 +39,6 @@ class KvTransfer:
         return tokens * self.bytes_per_token
 
     def transfer_s(self, tokens: int) -> float:
-        """Returns the transfer time of `tokens`."""
         return self.latency_s + self.bytes_of(tokens) / self.bytes_per_s
 
     @property

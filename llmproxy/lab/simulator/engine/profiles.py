@@ -1,10 +1,10 @@
 """The cost of an engine step for a model and GPU: coefficients and the formula.
 
-The numbers are least-squares fits to sums of measured vLLM kernel timings from the aiconfigurator database
-(Apache-2.0; vLLM 0.24 kernels for H100 and H200, 0.14 for A100), plus one constant step overhead chosen on one
-published serving run (one H100, Llama-3.1-8B, vLLM 0.11). On that run the time per output token comes out within 1 %;
-70B and A100 rows were never compared with a serving run. KV capacity is an estimate: 0.9 of the memory, less the
-weights, less 3 GB per GPU.
+The coefficients are least-squares fits to sums of vLLM kernel timings from the aiconfigurator database (Apache-2.0;
+vLLM 0.24 for H100 and H200, 0.14 for A100). A constant step overhead is added. It was chosen on one published serving
+run (one H100, Llama-3.1-8B, vLLM 0.11), whose time per output token then comes out within 1 %. 70B and A100 profiles
+were never compared with a serving run. KV capacity is an estimate: 0.9 of the memory, less the weights, less 3 GB per
+GPU.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """KV transfers between replicas as in vLLM's NixlConnector: leases, reads, heartbeats and failures.
 
 The decode replica fetches the blocks, and sends notices to the prefill replica's HTTP port: `HANDSHAKE` before its
-first transfer, `HEARTBEAT` while its request waits, and `DONE` when it no longer needs the blocks, whether or not it
-has read them.
+first transfer, and `HEARTBEAT` while its request waits. `DONE` follows when it no longer needs the blocks, whether or
+not it has read them.
 """
 
 from __future__ import annotations
