@@ -13,8 +13,6 @@ from llmproxy.lab.run.runs import Finished
 from llmproxy.lab.scaling.signals import SIGNALS
 
 SIZES_MAX = 64
-OF_FUTURE = frozenset({"oracle", "instant"})
-"""Signals that need the work of the whole trace."""
 
 
 def fleets(
@@ -36,10 +34,9 @@ def fleets(
             raise ValueError("--fleet-size: the faults of the fleet's file name replicas that may not be there")
         counts = _counts(sizes)
         return {f"{count} replicas" if count > 1 else "1 replica": resized(fleet, count) for count in counts}
-    known = [name for name in SIGNALS if name not in OF_FUTURE]
     for signal in scales:
-        if signal not in known:
-            raise ValueError(f"--scale {signal}: is no signal (known: {', '.join(known)})")
+        if signal not in SIGNALS:
+            raise ValueError(f"--scale {signal}: is no signal (known: {', '.join(SIGNALS)})")
     if len(scales) == 1:
         return {"": replace(fleet, autoscale=_following(fleet, scales[0]))}
     return {name: replace(fleet, autoscale=_following(fleet, name)) for name in dict.fromkeys(scales)} or {"": fleet}

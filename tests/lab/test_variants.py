@@ -55,7 +55,6 @@ def test_each_signal_is_a_fleet_with_the_bounds_of_the_file() -> None:
     }
     assert fleets(own, (), None) == {"": own}
     assert list(fleets(own, ("wva",), None)) == [""]
-    # It would need the work of the whole trace before it runs.
     with pytest.raises(ValueError, match="is no signal"):
         fleets(own, ("oracle",), None)
 

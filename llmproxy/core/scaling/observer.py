@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from math import inf
 
 from llmproxy.core.backends.batch_limit import UNPUBLISHED, BatchLimit
@@ -268,9 +268,9 @@ class Scaling:
         for name in known.keys() & self.pools.keys():
             self.pools[name].restore(known[name], at_s)
 
-    def known_capacities(self, among: Callable[[str], bool] = lambda _: True) -> dict[str, KnownCapacity]:
-        """Returns pool -> learned capacity of the pools for which `among` is true, for `restore` in a later process."""
-        found = ((name, pool.known_capacity) for name, pool in self.pools.items() if among(name))
+    def known_capacities(self) -> dict[str, KnownCapacity]:
+        """Returns pool -> learned capacity, for `restore` in a later process."""
+        found = ((name, pool.known_capacity) for name, pool in self.pools.items())
         return {name: known for name, known in found if known is not None}
 
     def count_on_hold(self, name: str | None, change: int, now: float) -> None:

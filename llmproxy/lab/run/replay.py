@@ -26,7 +26,7 @@ from llmproxy.lab.results.recorder import RunRecorder
 from llmproxy.lab.run.proxy import LabProxy
 from llmproxy.lab.run.relays import LabCluster
 from llmproxy.lab.run.virtual_time import run
-from llmproxy.lab.scaling.signals import Future, Look
+from llmproxy.lab.scaling.signals import Look
 from llmproxy.lab.traces.arrival import Arrival, Trace, turns_of
 
 SETTLE_S = 2.0
@@ -109,7 +109,6 @@ class Run:
         self.cluster: LabCluster | None = None
         self._by_proxy: dict[asyncio.Task[None], LabProxy] = {}
         self._first: str | None = None
-        self.future: Future | None = None
         self._answers: deque[tuple[float, float, int, int]] = deque()
         """(End, time to first token divided by its objective, prompt tokens, output tokens) of the last answers."""
 
@@ -222,7 +221,6 @@ class Run:
             late[int(0.9 * len(late))] if late else None,
             sum(one[2] for one in answers) / seen, sum(one[3] for one in answers) / seen,
             sum(proxy.uncached_tokens() for proxy in self.proxies),
-            None if self.future is None else self.future.most(now - SETTLE_S, pools.settings.scaling.utilisation),
         )  # fmt: skip
         self.scaled.look(look, loop)
         self.looked(look, self.scaled.asked)

@@ -1,8 +1,7 @@
-"""Signals of autoscalers: the need that the proxy computes, common gauges, and the known future of the trace."""
+"""Signals of autoscalers: the need that the proxy computes, and common gauges."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +18,7 @@ class Look:
 
     `waiting` counts requests in the proxies' queues. `late` is the p90 of the last minute's times to first token, each
     divided by its objective; None without requests. `prompt_tokens` and `output_tokens` are means over the same
-    requests. `uncached_tokens` is the prefill work of requests without a first token. `coming` is the number of
-    replicas that the work of the near future needs.
+    requests. `uncached_tokens` is the prefill work of requests without a first token.
     """
 
     now: float
@@ -33,7 +31,6 @@ class Look:
     prompt_tokens: float
     output_tokens: float
     uncached_tokens: int
-    coming: float | None
 
 
 Value = Callable[[Look], float | None]
@@ -53,8 +50,6 @@ def _gauge(about: str, value: Value, target: float, rules: HpaRules = DEFAULTS) 
     return Signal(about, lambda: value, target, rules)
 
 
-START_AHEAD_S = 30.0
-"""The `oracle` signal looks ahead by the start time of a replica plus this time, two looks of an autoscaler."""
 LATE_UP, LATE_DOWN = 0.55, 0.40
 PREFILL_TOKENS_PER_S, BACKLOG_S = 15_928.0, 1.5
 """llm-d's calibration of `token_aware` for Qwen3-32B on two H100, and the seconds of prefill that may wait."""
@@ -74,10 +69,6 @@ def _queue(look: Look) -> float:
 
 def _kv_used(look: Look) -> float:
     return sum(view.kv_used for view in look.views if view.available)
-
-
-def _coming(look: Look) -> float | None:
-    return look.coming
 
 
 def _late(look: Look) -> float | None:
@@ -148,29 +139,5 @@ SIGNALS: Mapping[str, Signal] = {
     "token_aware": _gauge("seconds of prompts (Qwen3-32B on two H100), or KV-cache", _tokens, 1.0),
     "wva": Signal("tokens in use and in queues over the capacity of a replica, two-sided", _Saturation, 1.0),
     "slo_p90": _gauge("90 % quantile of the time to the first token over its objective", _late, 1.0),
-    "instant": _gauge("the work that comes from now on, known without a measurement", _coming, 1.0, FOLLOWING),
-    "oracle": _gauge("the work that will come, known in advance", _coming, 1.0, FOLLOWING),
 }  # fmt: skip
 """Signals by their names in `--scale`."""
-
-
-class Future:
-    """The known work of a trace. `works` has (second, work in replica-seconds) in order."""
-
-    def __init__(self, works: Sequence[tuple[float, float]], ahead_s: float, window_s: float) -> None:
-        self._at_s = [at_s for at_s, _ in works]
-        self._sums = [0.0]
-        for _, work in works:
-            self._sums.append(self._sums[-1] + work)
-        self._ahead_s, self._window_s = ahead_s, window_s
-
-    def most(self, now: float, utilisation: float) -> float:
-        """Returns the number of replicas for the busiest time window that begins within `ahead_s` from now."""
-        found, at_s = 0.0, now
-        while at_s <= now + self._ahead_s:
-            found = max(found, self._between(at_s, at_s + self._window_s) / self._window_s)
-            at_s += self._window_s / 2.0
-        return found / utilisation
-
-    def _between(self, begin_s: float, end_s: float) -> float:
-        return self._sums[bisect_left(self._at_s, end_s)] - self._sums[bisect_left(self._at_s, begin_s)]

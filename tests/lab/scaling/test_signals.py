@@ -15,7 +15,7 @@ def view(kv_used: float, waiting: int = 0) -> View:
 
 
 def look(now: float, views: list[View], asked: int = 2, *, waiting: int = 0, uncached: int = 0, up: int = 2) -> Look:
-    return Look(now, up, asked, None, views, waiting, None, 1_000.0, 200.0, uncached, None)
+    return Look(now, up, asked, None, views, waiting, None, 1_000.0, 200.0, uncached)
 
 
 def test_the_token_aware_one_counts_seconds_of_prompts_or_the_kv_cache() -> None:

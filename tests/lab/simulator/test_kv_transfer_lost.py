@@ -10,7 +10,6 @@ from typing import Any
 import aiohttp
 import pytest
 
-from llmproxy.lab.simulator.engine.kv_store import KvStore, SharedStore
 from llmproxy.lab.simulator.replica import FaultKind, Replica
 from llmproxy.lab.simulator.server.nixl import NixlConnector
 from tests.lab.simulator.conftest import CHAT_PATH, FAST, NIXL, chunks_of, post, until
@@ -139,12 +138,8 @@ async def test_an_address_that_is_none_is_a_lost_prefiller(
 # --- a store ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("in_folder", [False, True])
-async def test_replicas_share_a_store_without_parameters(
-    client: aiohttp.ClientSession, tmp_path: Path, in_folder: bool
-) -> None:
-    store: KvStore | Path = tmp_path / "kv" if in_folder else SharedStore()
-    options = replace(FAST, kv_transfer="store", kv_store=store)
+async def test_replicas_share_a_store_without_parameters(client: aiohttp.ClientSession, tmp_path: Path) -> None:
+    options = replace(FAST, kv_transfer="store", kv_store=tmp_path / "kv")
     async with Replica(options) as prefiller, Replica(options) as decoder:
         assert (await prefill(client, prefiller))["kv_transfer_params"] is None
         assert kv_used(prefiller) == 0.0
@@ -159,7 +154,7 @@ async def test_replicas_share_a_store_without_parameters(
     "wrong",
     [
         {"kv_transfer": "store"},
-        {"kv_transfer": "nixl", "kv_store": SharedStore()},
+        {"kv_transfer": "nixl", "kv_store": Path("kv")},
         {"kv_lease_s": 0.0},
         {"kv_gb_per_s": -1.0},
     ],

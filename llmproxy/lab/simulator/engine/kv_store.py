@@ -1,41 +1,20 @@
-"""A store of KV blocks that several engines share, such as a folder or LMCache."""
+"""A store of KV blocks that several engines share, like LMCache or a folder of an offloading connector."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 from struct import Struct
-from typing import Protocol
 
 _HASH = Struct("<q")
 
 
-class KvStore(Protocol):
-    """A set of stored blocks, identified by `kv_cache.block_hashes`. Blocks are never removed."""
+class KvStore:
+    """A store in a file, for engines of several processes. Each process appends its blocks and reads all others.
 
-    def found(self, hashes: Sequence[int]) -> int:
-        """Returns the length of the longest stored prefix of `hashes`."""
-
-    def save(self, hashes: Sequence[int]) -> None:
-        """Stores computed blocks."""
-
-
-class SharedStore:
-    """A store in memory, for engines of one process."""
-
-    def __init__(self) -> None:
-        self._stored: set[int] = set()
-
-    def found(self, hashes: Sequence[int]) -> int:
-        return sum(1 for _ in takewhile(self._stored.__contains__, hashes))
-
-    def save(self, hashes: Iterable[int]) -> None:
-        self._stored.update(hashes)
-
-
-class StoreFile:
-    """A store in a file, for engines of several processes. Each process appends its blocks and reads all others."""
+    Blocks are identified by `kv_cache.block_hashes`, and never removed.
+    """
 
     def __init__(self, path: Path) -> None:
         path.touch()
@@ -44,6 +23,7 @@ class StoreFile:
         self._read_bytes = 0
 
     def found(self, hashes: Sequence[int]) -> int:
+        """Returns the length of the longest stored prefix of `hashes`."""
         with self._path.open("rb") as file:
             file.seek(self._read_bytes)
             data = file.read()
@@ -54,6 +34,7 @@ class StoreFile:
         return sum(1 for _ in takewhile(self._stored.__contains__, hashes))
 
     def save(self, hashes: Sequence[int]) -> None:
+        """Stores computed blocks."""
         new = [one for one in hashes if one not in self._stored]
         if new:
             # A single appending write is never interleaved with the writes of other processes.

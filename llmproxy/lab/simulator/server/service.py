@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from llmproxy.lab.simulator.engine.engine import Engine
 from llmproxy.lab.simulator.engine.kv_cache import block_hashes
-from llmproxy.lab.simulator.engine.kv_store import KvStore, StoreFile
+from llmproxy.lab.simulator.engine.kv_store import KvStore
 from llmproxy.lab.simulator.engine.kv_transfer import KvTransfer
 from llmproxy.lab.simulator.engine.profiles import Noise, profile_named
 from llmproxy.lab.simulator.engine.sequence import EngineRequest
@@ -71,7 +71,7 @@ class ReplicaOptions:
     requests_kept: int = 1000
     shutdown: Literal["now", "hang"] = "now"
     kv_transfer: Literal["nixl", "store"] | None = None
-    kv_store: KvStore | Path | None = None
+    kv_store: Path | None = None
     kv_lease_s: float = 30.0
     kv_load_failure_policy: Literal["fail", "recompute"] = "fail"
     kv_gb_per_s: float = 25.0
@@ -272,11 +272,10 @@ class Service:
 
 
 def _store(options: ReplicaOptions) -> tuple[KvStore, KvTransfer] | None:
-    store = options.kv_store
-    if isinstance(store, Path):
-        store.mkdir(parents=True, exist_ok=True)
-        store = StoreFile(store / "blocks")
-    return None if store is None else (store, options.kv_times)
+    if options.kv_store is None:
+        return None
+    options.kv_store.mkdir(parents=True, exist_ok=True)
+    return KvStore(options.kv_store / "blocks"), options.kv_times
 
 
 def engine_dead() -> ApiError:

@@ -9,7 +9,7 @@ import pytest
 
 from llmproxy.lab.simulator.engine.engine import Engine
 from llmproxy.lab.simulator.engine.kv_cache import block_hashes
-from llmproxy.lab.simulator.engine.kv_store import KvStore, SharedStore, StoreFile
+from llmproxy.lab.simulator.engine.kv_store import KvStore
 from llmproxy.lab.simulator.engine.kv_transfer import KvTransfer, MalformedParamsError, TransferParams
 from llmproxy.lab.simulator.engine.profiles import PROFILES
 from llmproxy.lab.simulator.engine.sequence import EngineRequest
@@ -199,15 +199,9 @@ def test_a_planned_transfer_begins_though_all_that_ran_has_left() -> None:
     assert engine.step().fetches == (("d", 100),)
 
 
-def stores(path: Path) -> list[tuple[KvStore, KvStore]]:
-    shared = SharedStore()
-    return [(shared, shared), (StoreFile(path), StoreFile(path))]
-
-
-@pytest.mark.parametrize("kind", [0, 1])
-def test_what_one_engine_has_stored_another_one_loads(tmp_path: Path, kind: int) -> None:
+def test_what_one_engine_has_stored_another_one_loads(tmp_path: Path) -> None:
     times = KvTransfer(bytes_per_s=1e9)
-    first, second = stores(tmp_path / "blocks")[kind]
+    first, second = KvStore(tmp_path / "blocks"), KvStore(tmp_path / "blocks")
     prefiller, decoder = Engine(H100, store=(first, times)), Engine(H100, store=(second, times))
     prompt = 1200
     prefiller.add(wanted("p", prompt))
@@ -229,8 +223,8 @@ def test_what_one_engine_has_stored_another_one_loads(tmp_path: Path, kind: int)
 
 def test_a_store_in_a_file_outlives_its_engines(tmp_path: Path) -> None:
     path = tmp_path / "blocks"
-    StoreFile(path).save([1, -2, 3])
-    again = StoreFile(path)
+    KvStore(path).save([1, -2, 3])
+    again = KvStore(path)
     again.save([3, 4])
     assert (again.found([1, -2, 3, 4]), again.found([1, 9, 3]), again.found([9])) == (4, 1, 0)
     assert path.stat().st_size == 8 * 5, "what nobody asked for is not known, and written again"
