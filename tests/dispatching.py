@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial, update_wrapper
 from inspect import Signature, signature
@@ -111,6 +112,21 @@ def emptied(
     return decorate
 
 
+@asynccontextmanager
+async def holding(
+    leasing: Leasing,
+    asked: Request,
+    excluded: frozenset[str] = frozenset(),
+    entry: AdmissionKind = AdmissionKind.NEW,
+) -> AsyncIterator[Lease]:
+    """Waits for a lease, and gives it back at the end of the block."""
+    lease = await leasing.admit(asked, excluded, entry)
+    try:
+        yield lease
+    finally:
+        lease.give_back(asyncio.get_running_loop().time())
+
+
 class Client:
     """A task that is admitted, holds its lease until it is released, and remembers what happened."""
 
@@ -128,7 +144,7 @@ class Client:
 
     async def _run(self) -> None:
         try:
-            async with self._dispatcher.admit(self.request, entry=self.entry) as lease:
+            async with holding(self._dispatcher, self.request, entry=self.entry) as lease:
                 self.lease = lease
                 await self.leave.wait()
                 lease.verdict = self.verdict

@@ -22,7 +22,7 @@ from llmproxy.remote import messages
 from llmproxy.remote.link import Sender
 from llmproxy.remote.messages import Answer, Message, Sendable, relative_to
 from llmproxy.scheduling.dispatcher import shutting_down
-from llmproxy.scheduling.lease import Admitted, Lease
+from llmproxy.scheduling.lease import Lease
 
 UNSENT_MAX = 10_000
 """Maximum number of reports kept while there is no link. The oldest are dropped: they only correct estimates."""
@@ -85,14 +85,10 @@ class LeaseClient:
 
     # --- for requests -------------------------------------------------------------------------------------------------
 
-    def admit(
+    async def admit(
         self, request: Request, excluded: frozenset[str] = frozenset(), entry: AdmissionKind = AdmissionKind.NEW
-    ) -> Admitted:
-        """See `Dispatcher.admit`."""
-        return Admitted(self, request, excluded, entry)
-
-    async def wait(self, request: Request, excluded: frozenset[str], entry: AdmissionKind) -> Lease:
-        """Wait for the lease of a request; see `Dispatcher.admit`.
+    ) -> Lease:
+        """Waits for the lease of a request; see `Dispatcher.admit`.
 
         Cancellation is safe: the other side ends a lease that it has granted meanwhile.
         """

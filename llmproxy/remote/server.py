@@ -163,7 +163,7 @@ class LeaseServer:
             self.send(messages.CallRefused(call, Outcome.INTERNAL, INTERNAL_MESSAGE, None))
 
     async def _admit(self, asked: messages.Admit) -> None:
-        lease = await self._dispatcher.wait(asked.request, asked.excluded, asked.entry)
+        lease = await self._dispatcher.admit(asked.request, asked.excluded, asked.entry)
         lent = self._lend(asked.call, lease)
         try:
             self._services.update_clients()

@@ -73,7 +73,8 @@ async def run_attempts(
             # up.
             request = structs.replace(request, deadline_s=now + max(left_s, RETRY_WAIT_MIN_S))
         routing.queued_s = now
-        async with dispatcher.admit(request, excluded, entry) as lease:
+        lease = await dispatcher.admit(request, excluded, entry)
+        try:
             left_s = lease.grant.left_s
             routing.queue_wait_s = (routing.queue_wait_s or 0.0) + (lease.grant.at_s - now)
             routing.queued_s = None
@@ -84,6 +85,8 @@ async def run_attempts(
             result = Attempt.begun(lease.grant, now)
             routing.tried.append(result)
             await serve(lease, result)
+        finally:
+            lease.give_back(clock())
         if result.verdict is Verdict.PREEMPTED:
             routing.preemptions += 1
             entry = AdmissionKind.PREEMPTED

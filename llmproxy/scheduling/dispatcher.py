@@ -33,15 +33,9 @@ from llmproxy.core.lease_events import LeaseEvent, Returned, Started
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.admission import refusal
 from llmproxy.lifecycle.paced import PacedCalls
-from llmproxy.scheduling.lease import Admitted, Lease
+from llmproxy.scheduling.lease import Lease
 
 DRAIN_RETRY_S = 1.0
-
-
-@dataclass(slots=True)
-class _Waiter:
-    request: Request
-    granted: asyncio.Future[Lease]
 
 
 @dataclass(slots=True)
@@ -80,7 +74,8 @@ class Dispatcher:
     granted: Counter[int] = field(default_factory=Counter)
     # Grants that a waiting request of a higher band could have used.
     inversions: int = 0
-    _waiting: dict[str, _Waiter] = field(default_factory=dict)
+    # Request id -> the waiting request, and its lease in the future.
+    _waiting: dict[str, tuple[Request, asyncio.Future[Lease]]] = field(default_factory=dict)
     _leases: dict[int, Lease] = field(default_factory=dict)
     # Whether a pass is due in the next turn of the loop.
     _scheduled: bool = False
@@ -104,27 +99,21 @@ class Dispatcher:
 
     # --- for requests -------------------------------------------------------------------------------------------------
 
-    def admit(
+    async def admit(
         self, request: Request, excluded: frozenset[str] = frozenset(), entry: AdmissionKind = AdmissionKind.NEW
-    ) -> Admitted:
-        """Returns an async context manager that waits for a lease, and gives the lease back however the block ends.
+    ) -> Lease:
+        """Waits for the lease of a request. The caller gives it back. Safe to cancel.
 
-        `entry`: whether this is a new request or a further attempt. Entering the block raises Refused if the request is
-        not admitted, or is dropped from the waiting room. Cancellation while waiting removes the request.
-        """
-        return Admitted(self, request, excluded, entry)
-
-    async def wait(self, request: Request, excluded: frozenset[str], entry: AdmissionKind) -> Lease:
-        """Waits for the lease of a request. Raises Refused if the request is not admitted, or is dropped from the
-        waiting room.
+        `entry`: whether this is a new request or a further attempt. Raises Refused if the request is not admitted, or
+        is dropped from the waiting room.
         """
         if self.reserve is not None and request.limits and entry is AdmissionKind.NEW and not self.draining:
             await self.reserve(request)
         if not self.granting or (self.draining and entry is AdmissionKind.NEW):
             raise shutting_down()
         self.pools.submit(request, _now(), excluded, entry)
-        waiter = _Waiter(request, asyncio.get_running_loop().create_future())
-        self._waiting[request.id] = waiter
+        granted: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
+        self._waiting[request.id] = request, granted
         if len(self._waiting) == 1 and not self._scheduled:
             # No other request waits. Waiting for the next turn of the loop would add a millisecond to each first token
             # of a busy proxy.
@@ -132,9 +121,9 @@ class Dispatcher:
         else:
             self._decide_soon()
         try:
-            return await waiter.granted
+            return await granted
         except asyncio.CancelledError:
-            self._abandon(waiter)
+            self._abandon(request, granted)
             raise
 
     def resume(self, request: Request, placed: Placed, at_s: float) -> Lease | None:
@@ -148,11 +137,10 @@ class Dispatcher:
         self._leases[number] = lease
         return lease
 
-    def _abandon(self, waiter: _Waiter) -> None:
+    def _abandon(self, request: Request, granted: asyncio.Future[Lease]) -> None:
         """Cancels a request whose client left while it waited, or in the iteration of the event loop that granted
         it.
         """
-        request, granted = waiter.request, waiter.granted
         if request.id in self._waiting:
             del self._waiting[request.id]
             self._note_left(request, self.pools.cancel(request))
@@ -364,17 +352,17 @@ class Dispatcher:
             self.granted[decision.request.band] += 1
             self.inversions += decision.why.inverted
             lease = self._leases[decision.lease] = Lease(decision, self.apply)
-            waiter = self._waiting.pop(decision.request.id)
+            _, granted = self._waiting.pop(decision.request.id)
             # The client left in this turn: the future is cancelled, so `_abandon` cannot give the grant back.
-            if waiter.granted.done():
+            if granted.done():
                 self.apply(Returned(decision.lease, Verdict.CLIENT_GONE), decision.at_s)
             else:
-                waiter.granted.set_result(lease)
+                granted.set_result(lease)
         elif isinstance(decision, Drop):
-            waiter = self._waiting.pop(decision.request.id)
+            _, granted = self._waiting.pop(decision.request.id)
             self._note_left(decision.request, decision.waited)
-            if not waiter.granted.done():
-                waiter.granted.set_exception(refusal(decision))
+            if not granted.done():
+                granted.set_exception(refusal(decision))
         else:
             held = self._leases.get(decision.lease)
             if held is not None:
@@ -394,11 +382,11 @@ class Dispatcher:
         if finish_waiting:
             return
         self.granting = False
-        for waiter in list(self._waiting.values()):
-            del self._waiting[waiter.request.id]
-            self._note_left(waiter.request, self.pools.cancel(waiter.request))
-            if not waiter.granted.done():
-                waiter.granted.set_exception(shutting_down())
+        for request, granted in list(self._waiting.values()):
+            del self._waiting[request.id]
+            self._note_left(request, self.pools.cancel(request))
+            if not granted.done():
+                granted.set_exception(shutting_down())
 
     def _wake_nameless(self) -> None:
         """Wake the requests that wait for a model name whose state may have changed."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
@@ -14,18 +13,12 @@ from llmproxy.core.domain import AdmissionKind, Grant, Request, Usage, Verdict
 from llmproxy.core.lease_events import LeaseEvent, Returned
 
 
-class Lender(Protocol):
-    """Grants leases."""
-
-    async def wait(self, request: Request, excluded: frozenset[str], entry: AdmissionKind) -> Lease: ...
-
-
 class Leasing(Protocol):
     """The part of `Dispatcher` that requests use. The dispatcher may be in another process."""
 
-    def admit(
+    async def admit(
         self, request: Request, excluded: frozenset[str] = frozenset(), entry: AdmissionKind = AdmissionKind.NEW
-    ) -> Admitted: ...
+    ) -> Lease: ...
 
     async def resolve(
         self, name: str | None, no_backend_wait_s: float, body_bytes: int, key: str = "", beside: str | None = None
@@ -45,7 +38,7 @@ class Leasing(Protocol):
 
 
 class Lease(Struct, eq=False):
-    """The right to use one backend for one attempt. The lease is given back exactly once, at the end of its block."""
+    """The right to use one backend for one attempt. The lease is given back exactly once."""
 
     grant: Grant
     # Reports an event of this lease to its lender. The time is on the clock of the loop.
@@ -70,25 +63,6 @@ class Lease(Struct, eq=False):
         if self.on_cut is not None:
             self.on_cut()
 
-
-class Admitted:
-    """The async context manager of a lease. It is a class because a generator would be slower."""
-
-    __slots__ = ("_dispatcher", "_entry", "_excluded", "_lease", "_request")
-
-    def __init__(self, dispatcher: Lender, request: Request, excluded: frozenset[str], entry: AdmissionKind) -> None:
-        self._dispatcher = dispatcher
-        self._request = request
-        self._excluded = excluded
-        self._entry = entry
-        self._lease: Lease | None = None
-
-    async def __aenter__(self) -> Lease:
-        lease = self._lease = await self._dispatcher.wait(self._request, self._excluded, self._entry)
-        return lease
-
-    async def __aexit__(self, *_: object) -> None:
-        lease = self._lease
-        if lease is not None:
-            returned = Returned(lease.grant.lease, lease.verdict, lease.usage)
-            lease.apply(returned, asyncio.get_running_loop().time())
+    def give_back(self, now: float) -> None:
+        """Ends the lease, with the verdict and the usage that are set."""
+        self.apply(Returned(self.grant.lease, self.verdict, self.usage), now)

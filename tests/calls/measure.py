@@ -27,7 +27,7 @@ from llmproxy.gateway.proxying import answers
 from llmproxy.observe import logs
 from tests import ROOT
 from tests.core.make import request
-from tests.dispatching import dispatcher, now
+from tests.dispatching import dispatcher, holding, now
 from tests.docs.reference import table
 from tests.e2e.proxies import HELLO, STREAM, ProxyUnderTest, raw_post, serving
 from tests.e2e.scripted import STREAM_END, STREAM_HEAD, answering, chunk, scripted, whole
@@ -193,7 +193,7 @@ async def through_worker(calls: Calls) -> Calls:
 
     async def lease() -> None:
         asked = request(arrived_s=now(), deadline_s=now() + 60.0)
-        async with line.remote.admit(asked) as lease:
+        async with holding(line.remote, asked) as lease:
             lease.apply(Committed(lease.grant.lease), now())
             lease.apply(Started(lease.grant.lease), now())
             lease.verdict, lease.usage = Verdict.SERVED, Usage(20, 2)

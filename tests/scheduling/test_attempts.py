@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 from unittest.mock import Mock
 
@@ -29,13 +27,12 @@ class Granting:
         self._stages = list(stages)
         self.excluded: frozenset[str] = frozenset()
 
-    @asynccontextmanager
-    async def admit(self, asked: Request, excluded: frozenset[str], _: AdmissionKind) -> AsyncIterator[Lease]:
+    async def admit(self, asked: Request, excluded: frozenset[str], _: AdmissionKind) -> Lease:
         self.excluded = excluded
         if not self._stages:
             raise Refused(Outcome.EXPIRED, "Too late.")
         granted = as_stage(asked, self._stages.pop(0))
-        yield Lease(Grant(1, granted, Placed("b", 1.0, (), 1), 0.0, 0, GrantReason((), 1, (), 0)), Mock())
+        return Lease(Grant(1, granted, Placed("b", 1.0, (), 1), 0.0, 0, GrantReason((), 1, (), 0)), Mock())
 
 
 @pytest.mark.parametrize(

@@ -18,14 +18,14 @@ from llmproxy.core.pools import Pools
 from llmproxy.lifecycle.paced import CALLS
 from llmproxy.scheduling.dispatcher import Dispatcher
 from tests.core.make import DEFAULTS, listing, request
-from tests.dispatching import SETTINGS, Client, Passes, dispatcher, emptied, empty, now, turns, virtual
+from tests.dispatching import SETTINGS, Client, Passes, dispatcher, emptied, empty, holding, now, turns, virtual
 
 # --- admit and grant --------------------------------------------------------------------------------------------------
 
 
 @emptied(a=1)
 async def test_a_request_is_lent_a_backend_and_gives_it_back(one: Dispatcher) -> None:
-    async with one.admit(request()) as lease:
+    async with holding(one, request()) as lease:
         assert lease.backend == "a"
         assert one.leases == 1
         assert one.pools.views(now())["a"].load == 1
@@ -51,7 +51,7 @@ async def test_one_waits_until_another_leaves(one: Dispatcher) -> None:
 async def test_a_refusal_at_the_door_leaves_nothing_behind(one: Dispatcher) -> None:
     one.troubled("a", Trouble.UNHEALTHY, "503")
     with pytest.raises(Refused) as caught:
-        async with one.admit(request()):
+        async with holding(one, request()):
             pytest.fail("it was admitted")
     assert caught.value.outcome is Outcome.REJECTED_NO_BACKENDS
 
@@ -64,7 +64,7 @@ async def test_a_deadline_ends_the_wait_at_its_instant(one: Dispatcher) -> None:
     holder = Client(one)
     await turns()
     with pytest.raises(Refused) as caught:
-        async with one.admit(request(deadline_s=7.25)):
+        async with holding(one, request(deadline_s=7.25)):
             pytest.fail("it was admitted")
     assert now() == 7.25
     assert caught.value.outcome is Outcome.EXPIRED
@@ -88,7 +88,7 @@ async def test_a_request_that_expires_with_no_backend_up_says_so(one: Dispatcher
 @virtual
 async def test_an_empty_room_sets_no_timer() -> None:
     one = dispatcher(a=1)
-    async with one.admit(request()) as lease:
+    async with holding(one, request()) as lease:
         lease.verdict = Verdict.SERVED
     one.observe("a", Reading(now()))
     await turns()

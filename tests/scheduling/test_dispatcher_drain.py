@@ -13,7 +13,7 @@ from llmproxy.core.queueing.fairness.fair_share import FairShare
 from llmproxy.core.settings import Disaggregation, Splitting
 from llmproxy.scheduling.dispatcher import Dispatcher
 from tests.core.make import DEFAULTS, request
-from tests.dispatching import SETTINGS, Client, dispatcher, emptied, empty, now, turns, virtual
+from tests.dispatching import SETTINGS, Client, dispatcher, emptied, empty, holding, now, turns, virtual
 
 # --- drain ------------------------------------------------------------------------------------------------------------
 
@@ -105,7 +105,7 @@ def of_two_roles() -> Dispatcher:
 async def computed(one: Dispatcher) -> Request:
     """A request whose prefill stage ended, and whose backend still keeps the blocks."""
     asked = request(splittable=True, stream=True)
-    async with one.admit(asked) as lease:
+    async with holding(one, asked) as lease:
         assert lease.backend == "p"
         lease.apply(Started(lease.grant.lease), now())
         lease.verdict = Verdict.SERVED
@@ -127,7 +127,7 @@ async def test_a_prompt_is_waited_for_until_its_answer_begins_and_no_longer() ->
     one = of_two_roles()
     asked = await computed(one)
     emptied = asyncio.create_task(one.emptied("p"))
-    async with one.admit(asked, entry=AdmissionKind.PREFILLED) as lease:
+    async with holding(one, asked, entry=AdmissionKind.PREFILLED) as lease:
         await asyncio.sleep(5.0)
         assert not emptied.done()
         lease.apply(Started(lease.grant.lease), now())
@@ -145,7 +145,7 @@ async def test_direct_requests_are_in_flight_and_no_load(one: Dispatcher) -> Non
     cuts: list[str] = []
     with one.direct("a", lambda: cuts.append("first")), one.direct("a", lambda: cuts.append("second")):
         assert (one.in_flight("a"), one.pools.views(now())["a"].load) == (2, 0)
-        async with one.admit(request()) as lease:
+        async with holding(one, request()) as lease:
             assert (lease.backend, one.in_flight("a")) == ("a", 3), "it has taken nobody's place"
             lease.verdict = Verdict.SERVED
         emptied = asyncio.create_task(one.emptied("a"))

@@ -13,7 +13,7 @@ from llmproxy.core.lease_events import Started
 from llmproxy.core.scheduler import FAULT_RETRY_S
 from llmproxy.scheduling.dispatcher import Dispatcher
 from tests.core.make import listing, request
-from tests.dispatching import Client, dispatcher, emptied, empty, now, turns, virtual
+from tests.dispatching import Client, dispatcher, emptied, empty, holding, now, turns, virtual
 
 # --- every way out returns the lease ----------------------------------------------------------------------------------
 
@@ -23,7 +23,7 @@ async def test_an_exception_in_the_block_returns_the_lease_and_passes() -> None:
     one = dispatcher(a=1)
 
     async def breaks() -> None:
-        async with one.admit(request()):
+        async with holding(one, request()):
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -37,7 +37,7 @@ async def test_an_exception_in_the_block_returns_the_lease_and_passes() -> None:
 async def test_a_block_left_without_a_word_does_not_blame_the_backend() -> None:
     one = dispatcher(a=1)
     for _ in range(10):
-        async with one.admit(request()):
+        async with holding(one, request()):
             pass
     await turns()
     assert one.pools.views(now())["a"].available
@@ -84,7 +84,7 @@ async def test_a_policy_that_always_raises_is_logged_once_a_second() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(one.pools.schedulers["base"]._placement.observer, "started", faulty)
         for _ in range(100):
-            async with one.admit(request()) as lease:
+            async with holding(one, request()) as lease:
                 lease.apply(Started(lease.grant.lease), now())
             await asyncio.sleep(0.0999)
     assert len(reported) == 10
@@ -148,7 +148,7 @@ async def test_a_crowd_of_impatient_clients_leaves_nothing_behind(one: Dispatche
         )
         for _ in range(3):
             try:
-                async with one.admit(asked, excluded) as lease:
+                async with holding(one, asked, excluded) as lease:
                     await asyncio.sleep(rng.expovariate(2.0))
                     lease.apply(Started(lease.grant.lease), now())
                     await asyncio.sleep(rng.expovariate(2.0))

@@ -291,7 +291,7 @@ async def test_next_leader_books_running_and_grants_waiting_requests() -> None:
         assert new.dispatcher.leases == 2
         assert len(new.dispatcher.pools.backends["a"].bookings) == 2
         assert old.dispatcher.leases == 0
-        asked = new.dispatcher._waiting[late.request.id].request
+        asked, _ = new.dispatcher._waiting[late.request.id]
         assert asked.arrived_s == pytest.approx(arrived, abs=0.05)
         assert (late.lease, later.lease) == (None, None)
         await runs[0].done()

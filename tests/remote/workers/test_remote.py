@@ -36,7 +36,7 @@ from llmproxy.remote.link import FROM_WORKER, TO_WORKER, Link
 from llmproxy.remote.messages import LeaseGranted, PageRequest, PageResponse, ResponseStored, ShutdownState
 from llmproxy.scheduling.dispatcher import Dispatcher
 from tests.core.make import DEFAULTS, listing, request
-from tests.dispatching import SETTINGS, dispatcher, now, refusal_of, turns, virtual
+from tests.dispatching import SETTINGS, dispatcher, holding, now, refusal_of, turns, virtual
 from tests.exits import exit_of
 from tests.remote.workers.link import (
     ENOUGH,
@@ -76,7 +76,7 @@ async def test_worker_gets_a_lease_and_reports_its_end(one: Dispatcher, line: Wo
 
     one.pools.apply = heard  # type: ignore[method-assign]
     asked = request(arrived_s=now(), deadline_s=now() + 60.0, prefix=(1, 2**64 - 1), prefix_tokens=16.0)
-    async with line.remote.admit(asked) as lease:
+    async with holding(line.remote, asked) as lease:
         assert (lease.backend, [lease.grant]) == ("a", decided)
         assert lease.grant.request is asked
         assert (one.leases, line.remote.running, line.session.server.open_requests) == (1, 1, 1)
@@ -137,7 +137,7 @@ async def test_lease_of_a_worker_has_its_stage() -> None:
     for face in (one, line.remote):
         asked, stages = request(splittable=True, output_tokens=7), list[tuple[str, Request]]()
         for entry in (AdmissionKind.NEW, AdmissionKind.PREFILLED):
-            async with face.admit(asked, entry=entry) as lease:
+            async with holding(face, asked, entry=entry) as lease:
                 stages.append((lease.backend, structs.replace(lease.grant.request, id="", deadline_s=0.0)))
                 lease.verdict = Verdict.SERVED
         face.ended(asked, None)
@@ -164,12 +164,12 @@ async def test_a_worker_that_dies_between_the_stages_leaves_no_place_kept(turns_
     )  # fmt: skip
     one = dispatcher(settings=settings, p=2, d=2)
     line, asked = WorkerLink(one), request(splittable=True, limits=("one",))
-    async with line.remote.admit(asked) as lease:
+    async with holding(line.remote, asked) as lease:
         lease.apply(Started(lease.grant.lease), now())
         lease.verdict, lease.usage = Verdict.SERVED, Usage(10, 1)
     if turns_more:
         await turns(turns_more)
-        answer = asyncio.create_task(line.remote.wait(asked, frozenset(), AdmissionKind.PREFILLED))
+        answer = asyncio.create_task(line.remote.admit(asked, frozenset(), AdmissionKind.PREFILLED))
         await turns(turns_more)
         answer.cancel()
     line.die()
@@ -179,7 +179,7 @@ async def test_a_worker_that_dies_between_the_stages_leaves_no_place_kept(turns_
     one.pools.check(now())
     assert {name: view.load for name, view in one.pools.views(now()).items()} == {"p": 0, "d": 0}
     # Neither does its limit count it any more.
-    async with one.admit(request(splittable=True, limits=("one",))) as other:
+    async with holding(one, request(splittable=True, limits=("one",))) as other:
         assert other.backend == "p"
 
 
@@ -191,7 +191,7 @@ async def test_a_refusal_is_the_same_here_and_there() -> None:
     line, refusals = WorkerLink(one), list[Refused]()
     for face in (one, line.remote):
         with pytest.raises(Refused) as caught:
-            async with face.admit(request()):
+            async with holding(face, request()):
                 pytest.fail("it was admitted")
         refusals.append(caught.value)
     here, there = refusals
@@ -203,9 +203,9 @@ async def test_a_refusal_is_the_same_here_and_there() -> None:
 async def test_the_backend_that_failed_is_excluded_across_the_line() -> None:
     one = dispatcher(a=4, b=4)
     line, asked = WorkerLink(one), request()
-    async with line.remote.admit(asked) as first:
+    async with holding(line.remote, asked) as first:
         first.verdict = Verdict.FAILED
-    async with line.remote.admit(asked, frozenset({first.backend}), AdmissionKind.RETRY) as second:
+    async with holding(line.remote, asked, frozenset({first.backend}), AdmissionKind.RETRY) as second:
         assert {first.backend, second.backend} == {"a", "b"}
     line.remote.ended(asked, None)
     await nothing_left(one, line)
@@ -374,7 +374,7 @@ async def test_nothing_of_a_request_is_left_to_the_garbage_collector(served: boo
         for _ in range(many):
             asked = request()
             with suppress(Refused):
-                async with line.remote.admit(asked) as lease:
+                async with holding(line.remote, asked) as lease:
                     lease.verdict = Verdict.SERVED
                     assert served
             line.remote.ended(asked, None)

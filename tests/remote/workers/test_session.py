@@ -12,7 +12,7 @@ from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Outcome, Trouble,
 from llmproxy.core.settings import UsageLimit
 from llmproxy.scheduling.dispatcher import Dispatcher
 from tests.core.make import DEFAULTS, request
-from tests.dispatching import SETTINGS, Client, dispatcher, now, turns, virtual
+from tests.dispatching import SETTINGS, Client, dispatcher, holding, now, turns, virtual
 from tests.remote.workers.link import ENOUGH, WorkerLink, finished, leased, linked, nothing_left, refused
 
 # --- clients that leave -----------------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ async def test_a_request_ends_after_its_lease() -> None:
     one = dispatcher(settings=replace(DEFAULTS, capacity=SETTINGS.capacity, limits={"tenant:t": limit}), a=1)
     line = WorkerLink(one)
     asked = request(limits=("tenant:t",), prompt_tokens=100, output_tokens=100)
-    async with line.remote.admit(asked) as lease:
+    async with holding(line.remote, asked) as lease:
         lease.verdict, lease.usage = Verdict.SERVED, Usage(300, 200)
     line.remote.ended(asked, None)
     await nothing_left(one, line)

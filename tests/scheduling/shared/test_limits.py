@@ -15,7 +15,7 @@ from llmproxy.scheduling.dispatcher import Dispatcher
 from llmproxy.scheduling.shared_limits import ASKS_MAX, CORRECT_S, LOOK_S, SharedLimits
 from llmproxy.scheduling.valkey import StoreError
 from tests.core.make import request
-from tests.dispatching import SETTINGS, dispatcher, now, refusal_of, turns, virtual
+from tests.dispatching import SETTINGS, dispatcher, holding, now, refusal_of, turns, virtual
 from tests.scheduling.shared.memory import ACME, REQUESTS, TOKENS, MemoryStore, admitted, served, sharing, theirs
 
 
@@ -198,9 +198,9 @@ def with_dispatcher(test: Any) -> Any:
 @with_dispatcher
 async def test_a_further_attempt_is_not_asked_for(store: MemoryStore, one: Dispatcher) -> None:
     again = theirs()
-    async with one.admit(again):
+    async with holding(one, again):
         pass
-    async with one.admit(again, frozenset(), AdmissionKind.RETRY):
+    async with holding(one, again, frozenset(), AdmissionKind.RETRY):
         pass
     one.ended(again, None)
     assert sum(len(call["asks"]) for call in store.calls) == 1
@@ -212,7 +212,7 @@ async def test_a_drain_that_begins_while_the_store_is_asked_refuses(store: Memor
     late = theirs(500)
 
     async def come() -> None:
-        async with one.admit(late):
+        async with holding(one, late):
             pass
 
     waiting = asyncio.create_task(refusal_of(come()))
@@ -229,7 +229,7 @@ async def test_a_request_for_an_unknown_model_costs_nothing(store: MemoryStore, 
     lost = request(limits=(ACME,), pool="nowhere", model="nowhere")
 
     async def come() -> None:
-        async with one.admit(lost):
+        async with holding(one, lost):
             pass
 
     assert (await refusal_of(come())).outcome is Outcome.REJECTED_NO_BACKENDS
