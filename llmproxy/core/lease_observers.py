@@ -49,13 +49,13 @@ class ChargeObserver(LeaseObserver):
         self._min_shares = min_shares
         self._faults = faults
         self._charges: dict[int, _Charge] = {}
-        # Request between two of its leases -> its charge so far.
-        self._between: dict[str, float] = {}
+        self.between: dict[str, float] = {}
+        """Request between two of its leases -> its charge so far."""
 
     def booked(self, lease: LeaseRecord, now: float) -> None:
         request = lease.request
         band = self._room.bands[request.band]
-        carried = self._between.pop(request.id, 0.0)
+        carried = self.between.pop(request.id, 0.0)
         prompt = carried if request.stage is DECODE else 0.0
         charge = self._charges[lease.number] = _Charge(carried, carried, prompt)
         try:
@@ -115,13 +115,13 @@ class ChargeObserver(LeaseObserver):
             self._faults.note(fault)
         carried = charge.carried
         if not wasted:
-            carried = charge.total if decode_follows(lease, event) else 0.0
+            carried = charge.total if request.stage is PREFILL and decode_follows(lease, event) else 0.0
         if carried:
-            self._between[request.id] = carried
+            self.between[request.id] = carried
 
     def ended(self, request: Request) -> None:
         """Refunds the charge of a prefill stage if no answer followed."""
-        carried = self._between.pop(request.id, 0.0)
+        carried = self.between.pop(request.id, 0.0)
         if carried:
             fairness = self._room.bands[request.band].fairness
             self._faults.notify(fairness.charge, request.flow, -carried / request.weight)
@@ -149,15 +149,12 @@ class ReservationObserver(LeaseObserver):
     only_stages = True
 
     def __init__(self) -> None:
-        # Request id -> (decode backend, reserved sequences, name of the prefill backend).
-        self._reservations: dict[str, tuple[Backend, int, str]] = {}
-
-    def __len__(self) -> int:
-        return len(self._reservations)
+        self.by_request: dict[str, tuple[Backend, int, str]] = {}
+        """Request id -> (decode backend, reserved sequences, name of the prefill backend)."""
 
     def booked(self, lease: LeaseRecord, now: float) -> None:
         if lease.answers_on is not None:
-            self._reservations[lease.request.id] = lease.answers_on, lease.request.sequences, lease.backend.name
+            self.by_request[lease.request.id] = lease.answers_on, lease.request.sequences, lease.backend.name
             lease.answers_on.reserve_slots(lease.request.sequences)
 
     def returned(self, lease: LeaseRecord, event: Returned, now: float) -> None:
@@ -168,15 +165,15 @@ class ReservationObserver(LeaseObserver):
         """Releases the reserved slot of a request. Returns the name of its prefill backend; None without a
         reservation.
         """
-        if request_id not in self._reservations:
+        if request_id not in self.by_request:
             return None
-        backend, sequences, prefilled_on = self._reservations.pop(request_id)
+        backend, sequences, prefilled_on = self.by_request.pop(request_id)
         backend.reserve_slots(-sequences)
         return prefilled_on
 
     def check(self) -> None:
-        for backend in {id(one[0]): one[0] for one in self._reservations.values()}.values():
-            mine = sum(sequences for owner, sequences, _ in self._reservations.values() if owner is backend)
+        for backend in {id(one[0]): one[0] for one in self.by_request.values()}.values():
+            mine = sum(sequences for owner, sequences, _ in self.by_request.values() if owner is backend)
             assert backend.reserved >= mine, "a reservation is not counted on its backend"
 
 
@@ -276,16 +273,18 @@ class BlameObserver(LeaseObserver):
     """
 
     def __init__(self) -> None:
-        self._failed: dict[str, list[tuple[Backend, Verdict]]] = {}
-        self._too_long: set[str] = set()
+        self.failed: dict[str, list[tuple[Backend, Verdict]]] = {}
+        """Request -> its doubtful failures so far."""
+        self.too_long: set[str] = set()
+        """Requests that reached a time limit on a backend that was at work."""
 
     def excuses(self, lease: LeaseRecord, verdict: Verdict, now: float) -> bool:
         if verdict not in _DOUBTFUL:
             return False
         if verdict is Verdict.TIMED_OUT and lease.backend.at_work(now):
-            self._too_long.add(lease.request.id)
+            self.too_long.add(lease.request.id)
             return True
-        failed = self._failed.setdefault(lease.request.id, [])
+        failed = self.failed.setdefault(lease.request.id, [])
         same = [backend for backend, before in failed if before is verdict and backend is not lease.backend]
         if len(same) == 1:
             same[0].forgive(verdict, now)
@@ -293,17 +292,13 @@ class BlameObserver(LeaseObserver):
         return bool(same)
 
     def started(self, lease: LeaseRecord, event: Started, now: float) -> None:
-        if self._failed:
-            for backend, verdict in self._failed.pop(lease.request.id, ()):
+        if self.failed:
+            for backend, verdict in self.failed.pop(lease.request.id, ()):
                 backend.blame(verdict, now)
 
-    def too_long(self, request_id: str) -> bool:
-        """Returns whether the request reached a time limit on a backend that was at work."""
-        return request_id in self._too_long
-
     def ended(self, request_id: str) -> None:
-        self._failed.pop(request_id, None)
-        self._too_long.discard(request_id)
+        self.failed.pop(request_id, None)
+        self.too_long.discard(request_id)
 
 
 class OutlierObserver(LeaseObserver):

@@ -168,7 +168,7 @@ class Leases:
     ) -> int:
         """Opens a lease and returns its number. The keyword arguments are fields of `LeaseRecord`."""
         number = self._newest = next(self._serial)
-        cold = backend.needs_load(request.adapter)
+        cold = request.adapter is not None and backend.needs_load(request.adapter)
         backend.book(number, request, now, placed.held_tokens)
         lease = self._open[number] = LeaseRecord(
             number, request, placed, backend, now, guaranteed, cold, answers_on, prefilled_on

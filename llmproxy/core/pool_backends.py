@@ -46,8 +46,9 @@ class PoolBackends:
 
     def any_up(self) -> bool:
         """Returns whether any backend is up, even if full or ejected."""
-        for backend in self.by_name.values():  # noqa: SIM110 - usually the first is up, and a generator costs more
-            if backend.up:
+        for backend in self.by_name.values():
+            health = backend.health
+            if not (health.down or health.drained):
                 return True
         return False
 
@@ -55,7 +56,7 @@ class PoolBackends:
         views = []
         for backend in self.by_name.values():
             view = backend.cached_view
-            views.append(backend.view(now) if view is None or now >= backend.view_until_s else view)
+            views.append(backend.make_view(now) if view is None or now >= backend.view_until_s else view)
         return views
 
     def refresh(self, views: list[View], backend: Backend, now: float) -> None:

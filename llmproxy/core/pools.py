@@ -31,6 +31,7 @@ from llmproxy.core.estimates.tokens import Estimator
 from llmproxy.core.lease_events import LeaseEvent, Returned
 from llmproxy.core.leases import Leases
 from llmproxy.core.placement.policy import Placement
+from llmproxy.core.policy_registry import Faults
 from llmproxy.core.queueing.admission import RETRY_EMPTY_S
 from llmproxy.core.queueing.occupancy import Occupancy
 from llmproxy.core.queueing.rate_limits import RateName, Rates, expected
@@ -82,7 +83,9 @@ class Pools:
         self._occupancy = Occupancy(settings.queue)
         self._limits = UsageLimits(settings.limits, rates)
         self._lease_serial = count(1)
-        self._health_events: deque[tuple[str, EjectionEvent]] = deque(maxlen=HEALTH_EVENTS_MAX)
+        self.health_events: deque[tuple[str, EjectionEvent]] = deque(maxlen=HEALTH_EVENTS_MAX)
+        self.faults = Faults()
+        """The exceptions that policies raised."""
         self.schedulers: dict[str, Scheduler] = {}
         self._left: list[Scheduler] = []
         """Schedulers whose pool was merged into another one. They grant nothing; their leases continue."""
@@ -116,7 +119,7 @@ class Pools:
             name, settings.capacity, settings.health, max_in_flight, settings.ceiling_range, prompt_range, role
         )
         backend.limit_divisor = self._limit_divisor
-        backend.health.on_event = lambda event: self._health_events.append((name, event))
+        backend.health.on_event = lambda event: self.health_events.append((name, event))
 
     def known_limits(self) -> dict[str, KnownLimit]:
         """Maps backends to their learned batch limits; backends without one are left out."""
@@ -235,6 +238,7 @@ class Pools:
             self._limits,
             self._lease_serial,
             placement,
+            self.faults,
             (self.scaling.pool(pool),),
         )
 
@@ -375,8 +379,8 @@ class Pools:
         if request.limits:
             self._limits.ended(request, now)
         scheduler = self._scheduler_of(request)
-        if scheduler is not None:
-            self.scaling.pools[scheduler.pool].left(request)
+        if scheduler is not None and request.id in (scaling := self.scaling.pools[scheduler.pool]).waiting:
+            scaling.left(request)
         for one in self._left if scheduler is None else (scheduler, *self._left):
             one.ended(request, met, now)
 
@@ -416,14 +420,6 @@ class Pools:
                 to_decide.extend([one for one in others if one not in to_decide])
         return decisions
 
-    def faults(self, now: float) -> list[tuple[Exception, int]]:
-        """Returns each exception that a policy raised since the last call, with its number of occurrences."""
-        found: list[tuple[Exception, int]] = []
-        for scheduler in self._all:
-            if scheduler.faults.noted:
-                found += scheduler.faults.take(now)
-        return found
-
     def next_wakeup(self, now: float) -> float | None:
         if self._to_regroup:
             return now
@@ -436,10 +432,8 @@ class Pools:
 
     def take_health_events(self) -> list[tuple[str, EjectionEvent]]:
         """Returns the ejections, their ends and the skipped ejections since the last call, in order."""
-        if not self._health_events:
-            return []
-        events = list(self._health_events)
-        self._health_events.clear()
+        events = list(self.health_events)
+        self.health_events.clear()
         return events
 
     # --- inspection ----------------------------------------------------------------------------------------------

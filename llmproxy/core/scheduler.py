@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import chain, islice
@@ -11,7 +11,7 @@ from math import inf
 from msgspec import Struct
 
 from llmproxy.core.backends.backend import Backend
-from llmproxy.core.backends.view import View
+from llmproxy.core.backends.view import View, rooms
 from llmproxy.core.domain import (
     DEFAULT,
     AdmissionKind,
@@ -52,6 +52,7 @@ from llmproxy.core.queueing.blocked import Key
 from llmproxy.core.queueing.headroom import Headroom
 from llmproxy.core.queueing.min_share import MinShares
 from llmproxy.core.queueing.occupancy import DrainRate, Occupancy
+from llmproxy.core.queueing.queue import Queued
 from llmproxy.core.queueing.usage_limits import UsageLimits
 from llmproxy.core.queueing.waiting_room import WaitingRoom
 from llmproxy.core.settings import Settings
@@ -91,6 +92,7 @@ class Scheduler:
         limits: UsageLimits,
         lease_serial: Iterator[int],
         placement: Placement,
+        faults: Faults,
         observers: Sequence[LeaseObserver] = (),
     ) -> None:
         self.pool = pool
@@ -101,9 +103,10 @@ class Scheduler:
         self._limits = limits
         self._placement = placement = staged(placement, settings.disaggregation)
         self._backends = PoolBackends(settings.health)
-        self.faults = Faults()
+        # Shared by all pools.
+        self._faults = faults
         self._drain = DrainRate()
-        self._room = WaitingRoom(settings, occupancy, limits, self.faults, self._room_on, self._drain)
+        self._room = WaitingRoom(settings, occupancy, limits, self._faults, self._room_on, self._drain)
         self._first_token = first_token = FirstToken()
         self._headroom = headroom = Headroom(settings)
         self._admission = Admission(
@@ -115,11 +118,11 @@ class Scheduler:
             self._drain,
             first_token,
             placement.ready,
-            self.faults,
+            self._faults,
         )
         self._min_shares = MinShares(settings.min_shares)
         self._preemption = Preemption(settings, self._headroom)
-        self.charges = ChargeObserver(settings, self._room, self._min_shares, self.faults)
+        self.charges = ChargeObserver(settings, self._room, self._min_shares, self._faults)
         self._reservations = ReservationObserver()
         self._transfers = TransferObserver(placement)
         self._blame = BlameObserver()
@@ -133,7 +136,7 @@ class Scheduler:
                 OutlierObserver(self._backends.outliers),
                 LimitObserver(limits),
                 self._preemption,
-                PlacementObserver(placement.observer, self.faults),
+                PlacementObserver(placement.observer, self._faults),
                 self.charges,
                 FirstTokenObserver(self._first_token),
                 *observers,
@@ -192,8 +195,8 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        uses = self._backends.by_name, self._room, self.leases, self._shed, self._prefilled, self._reservations
-        return not any(uses)
+        reserved = self._reservations.by_request
+        return not any((self._backends.by_name, self._room, self.leases, self._shed, self._prefilled, reserved))
 
     # --- requests ------------------------------------------------------------------------------------------------
 
@@ -216,7 +219,7 @@ class Scheduler:
         if entry is AdmissionKind.PREFILLED:
             self._prefilled.append((request, excluded))
             return
-        if entry is AdmissionKind.RETRY and self._blame.too_long(request.id):
+        if entry is AdmissionKind.RETRY and request.id in self._blame.too_long:
             raise Refused(Outcome.UPSTREAM_TIMEOUT, "It takes longer than a time limit allows, and not for a fault.")
         self._room.deadlines.set_pool_up(self._backends.any_up(), now)
         self._shed += self._admission.enter(request, excluded, entry, now)
@@ -240,20 +243,23 @@ class Scheduler:
         """Notes the blocks of the prompt and the answer of an ended lease as cached on `backend`."""
         # A process that is gone has no cache.
         if self.leases.is_on_current_process(lease, backend):
-            self.faults.notify(self._placement.observer.cached, backend, hashes)
+            self._faults.notify(self._placement.observer.cached, backend, hashes)
 
     def restore_prefix(self, backend: str, hashes: Sequence[int]) -> None:
         """Records blocks that another proxy process knows as cached on `backend`."""
         if backend in self._backends.by_name:
-            self.faults.notify(self._placement.observer.cached, backend, hashes)
+            self._faults.notify(self._placement.observer.cached, backend, hashes)
 
     def ended(self, request: Request, met: bool | None, now: float) -> None:
         """Notes the end of a request. `met`: whether its objective was met; None without an objective."""
-        self._reservations.release(request.id)
-        self._blame.ended(request.id)
-        self.charges.ended(request)
+        if request.id in self._reservations.by_request:
+            self._reservations.release(request.id)
+        if request.id in self._blame.failed or request.id in self._blame.too_long:
+            self._blame.ended(request.id)
+        if request.id in self.charges.between:
+            self.charges.ended(request)
         if (on_ended := self._room.bands[request.band].on_ended) is not None:
-            self.faults.notify(on_ended, request, met, now)
+            self._faults.notify(on_ended, request, met, now)
 
     def balances(self) -> dict[int, Mapping[str, float]]:
         """Returns the flow balances of each band, for the process that takes over this pool."""
@@ -261,7 +267,7 @@ class Scheduler:
 
     def restore(self, band: int, balances: Mapping[str, float]) -> None:
         """Takes over the flow balances of a band from another process."""
-        self.faults.notify(self._room.bands[band].fairness.restore, balances)
+        self._faults.notify(self._room.bands[band].fairness.restore, balances)
 
     # --- decisions -----------------------------------------------------------------------------------------------
 
@@ -274,38 +280,38 @@ class Scheduler:
         """
         if now < self._rests_until_s:
             return []
+        decisions = self._decided
         try:
-            self._pass(now)
+            if now >= self._backends.outliers.check_s:
+                self.leases.revoke(self._backends.eject_outliers(now))
+            if self.leases.revoked:
+                decisions += self.leases.take_revoked()
+            if self._shed:
+                decisions += self._shed
+                self._shed = []
+            if self._prefilled:
+                self._grant_answers(decisions, now)
+            if self._preemption.open:
+                decisions += self._preemption.clear(self._backends.by_name.values(), now)
+            self._more = False
+            # Most calls follow a reading or the end of a lease while no request waits, and need no views.
+            if self._room.waiting:
+                self._pass(now)
         except Exception as fault:  # noqa: BLE001 - a policy may be a plugin
-            self.faults.note(fault)
+            self._faults.note(fault)
             self._rests_until_s = now + FAULT_RETRY_S
         decided, self._decided = self._decided, []
         return decided
 
     def _pass(self, now: float) -> None:
         decisions = self._decided
-        if now >= self._backends.outliers.check_s:
-            self.leases.revoke(self._backends.eject_outliers(now))
-        if self.leases.revoked:
-            decisions += self.leases.take_revoked()
-        if self._shed:
-            decisions += self._shed
-            self._shed = []
-        if self._prefilled:
-            self._grant_answers(decisions, now)
-        if self._preemption.open:
-            decisions += self._preemption.clear(self._backends.by_name.values(), now)
-        self._more = False
-        if not self._room.waiting:
-            # Most passes follow a reading or the end of a lease while no request waits, and need no views.
-            return
         self._room.deadlines.set_pool_up(self._backends.any_up(), now)
-        expired = self._expired(now)
-        decisions += expired
         # Requests beyond their deadline are dropped before any grant.
-        self._more = len(expired) == PASS_MAX
-        if self._more:
-            return
+        if due := self._room.deadlines.due(now, PASS_MAX):
+            decisions += self._expired(due, now)
+            self._more = len(due) == PASS_MAX
+            if self._more:
+                return
         self._room.refresh(now)
         this = _Pass(now, self._backends.views(now), decisions)
         self._placement.begin(this.views)
@@ -335,7 +341,7 @@ class Scheduler:
             try:
                 placed = self._placement.place(answer, self._backends.views(now), 1.0, others, now)
             except Exception as fault:  # noqa: BLE001 - a policy may be a plugin, and later requests must not be lost
-                self.faults.note(fault)
+                self._faults.note(fault)
             if isinstance(placed, Placed):
                 backend, first = self._backends.by_name[placed.backend], self._backends.by_name.get(prefilled_on or "")
                 lease = self.leases.book(answer, placed, backend, now, prefilled_on=first)
@@ -360,9 +366,9 @@ class Scheduler:
                 continue
             unmatched = Unmatched()
             # A readmitted request may belong to a lower band that is owed its minimum share.
-            while (band.size or (self._room.blocked.size and self._readmit(level, this))) and self._grant_guaranteed(
-                this
-            ):
+            while band.size or (self._room.blocked.size and self._readmit(level, this)):
+                if this.steps >= PASS_MAX or (self._min_shares.shares and not self._grant_guaranteed(this)):
+                    break
                 if not band.size:
                     # The last request of the band was granted by the minimum share.
                     continue
@@ -387,9 +393,9 @@ class Scheduler:
         ceiling, views = self._headroom.ceiling(level, this.now), this.views
         if not any(view.available for view in views):
             reason = WaitReason.NO_BACKEND
-        elif not any(view.has_room(1.0) for view in views):
+        elif True not in rooms(views, 1.0):
             reason = WaitReason.FULL
-        elif any(view.has_room(ceiling) for view in views) and not self._headroom.keeps_slot(level, views, this.now):
+        elif True in rooms(views, ceiling) and not self._headroom.keeps_slot(level, views, this.now):
             reason = WaitReason.PROMPTS
         else:
             reason = WaitReason.CEILING
@@ -402,12 +408,12 @@ class Scheduler:
         """Grants requests of bands that have a credit from their minimum share. Returns whether other grants may
         follow.
         """
-        while self._min_shares.shares and this.steps < PASS_MAX:
+        while this.steps < PASS_MAX:
             due = [x for x in self._min_shares.due(self._room.levels()[1:]) if x not in this.guaranteed_none]
             if not due:
                 return True
             granted = self._grant_one(due[0], 1.0, this, Unmatched(), guaranteed=True)
-            if isinstance(granted, NoCapacity) and not any(view.has_room(1.0) for view in this.views):
+            if isinstance(granted, NoCapacity) and True not in rooms(this.views, 1.0):
                 this.blocked = True
                 return False
             if not isinstance(granted, Grant):
@@ -539,14 +545,12 @@ class Scheduler:
             return 0
         return max(1, view.limit + view.look_ahead - view.load)
 
-    def _expired(self, now: float) -> list[Drop]:
+    def _expired(self, due: Iterable[Queued], now: float) -> list[Drop]:
+        """Removes the requests whose deadline has passed."""
         drops: list[Drop] = []
-        due = self._room.deadlines.due(now, PASS_MAX)
-        if not due:
-            return drops
         for queued, waited in [(queued, self._room.leave(queued)) for queued in due]:
             model = queued.request.model
-            alive = any(backend.up and backend.serves(model) for backend in self._backends.by_name.values())
+            alive = any(backend.up and model in backend.served for backend in self._backends.by_name.values())
             outcome = Outcome.EXPIRED if alive and not queued.on_hold else Outcome.EXPIRED_NO_BACKENDS
             drops.append(Drop(queued.request, outcome, self._drain.retry_after_s(len(self._room), now), waited))
         return drops
@@ -596,7 +600,7 @@ class Scheduler:
 
     def check(self, now: float) -> None:
         """Raises AssertionError if two counts of the same quantity differ, also inside the components."""
-        assert not self.faults, "a policy raised an exception"
+        assert not self._faults, "a policy raised an exception"
         self._room.check(now)
         self._backends.check()
         self.leases.check()

@@ -218,6 +218,8 @@ class Dispatcher:
         """
         limits = self.pools.settings.queue
         catalogue = self.pools.catalogue
+        if name is not None and (target := catalogue.targets.get(name)) is not None:
+            return target
         meant = catalogue.resolve_alias(name, key, beside)
         expected = catalogue.ever_read or meant in catalogue.named
         ends_s = _now() + (no_backend_wait_s if expected else min(no_backend_wait_s, limits.startup_wait_s))
@@ -332,12 +334,12 @@ class Dispatcher:
             return
         for decision in self.pools.decide(now):
             self._carry_out(decision)
-        for fault, unreported in self.pools.faults(now):
+        for fault, unreported in self.pools.faults.take(now) if self.pools.faults.noted else ():
             more = f", and {unreported} times since the last report" if unreported else ""
             loop.call_exception_handler({"message": f"a scheduling policy failed{more}", "exception": fault})
         after = loop.time()
         self.on_decision(after - now)
-        for backend, event in self.pools.take_health_events():
+        for backend, event in self.pools.take_health_events() if self.pools.health_events else ():
             self.on_ejection(backend, event)
         wakeup_s = self.pools.next_wakeup(after)
         if wakeup_s is None:

@@ -21,9 +21,12 @@ from llmproxy.core.domain import (
     Verdict,
 )
 from llmproxy.core.lease_events import Progress, Returned, Started
+from llmproxy.core.placement.cost import CostPlacement
 from llmproxy.core.placement.policy import Placement, make
 from llmproxy.core.pools import Pools
+from llmproxy.core.queueing.charge import Tokens
 from llmproxy.core.queueing.fairness import policies
+from llmproxy.core.queueing.fairness.fair_share import FairShare
 from llmproxy.core.scheduler import FAULT_RETRY_S
 from llmproxy.core.settings import Settings, UsageLimit
 from tests.core.machine.account import assert_nothing_left
@@ -99,7 +102,7 @@ def test_a_placement_that_raises_in_one_pool_spares_the_others(monkeypatch: pyte
     submit(one, *(request() for _ in range(2)), request(pool="other", model="other"))
     decisions = one.decide(0.0)
     assert [x.request.pool for x in decisions if isinstance(x, Grant)] == ["base", "other"], "one before the fault"
-    assert [(str(fault), omitted) for fault, omitted in one.faults(0.0)] == [("a plugin's bug", 0)]
+    assert [(str(fault), omitted) for fault, omitted in one.faults.take(0.0)] == [("a plugin's bug", 0)]
     one.check(0.0)
     assert one.decide(0.5) == [], "it rests"
     assert one.next_wakeup(0.5) == FAULT_RETRY_S
@@ -317,13 +320,7 @@ def test_a_policy_that_raises_leaves_every_account_settled(
     kind: str, hook: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = tight(limits={"tenant:t": UsageLimit(in_flight=2)})
-    one = pools({"a": 2}, settings)
-    scheduler = one.schedulers["base"]
-    hearing = {
-        "placement": scheduler._placement.observer,
-        "fairness": scheduler._room.bands[DEFAULT].fairness,
-        "charge": scheduler.charges.charge,
-    }
+    hearing = {"placement": CostPlacement, "fairness": FairShare, "charge": Tokens}
     raised = count(1)
 
     hear = getattr(hearing[kind], hook)
@@ -334,6 +331,7 @@ def test_a_policy_that_raises_leaves_every_account_settled(
         raise ValueError("a plugin's bug")
 
     monkeypatch.setattr(hearing[kind], hook, faulty)
+    one = pools({"a": 2}, settings)
     submit(one, *(request(id=str(at), stream=True, limits=("tenant:t",)) for at in range(3)))
     granted = [decision for decision in one.decide(0.0) if isinstance(decision, Grant)]
     assert [grant.request.id for grant in granted] == ["0", "1"]
@@ -348,7 +346,7 @@ def test_a_policy_that_raises_leaves_every_account_settled(
     last = only_grant(one, 3.0)
     one.apply(Returned(last.lease, Verdict.CLIENT_GONE), 4.0)
     one.ended(last.request, None, 4.0)
-    assert len(one.faults(4.0)) == 1
+    assert len(one.faults.take(4.0)) == 1
     assert next(raised) > 1
     one.check(4.0)
     assert_nothing_left(one, 4.0)

@@ -411,7 +411,7 @@ def test_a_fault_of_a_placement_loses_no_request_between_its_stages(monkeypatch:
     with monkeypatch.context() as patch:
         patch.setattr(scheduler._placement.inner if part == "place" else scheduler._placement, part, fails)
         assert [decided for grant in prompts for decided in prefilled(one, grant)] == []
-    assert [type(fault) for fault, _ in one.faults(1.0)] == [ZeroDivisionError]
+    assert [type(fault) for fault, _ in one.faults.take(1.0)] == [ZeroDivisionError]
     served = {grant.request.id for now in (2.5, 3.5) for grant in one.decide(now)}
     assert served == {grant.request.id for grant in prompts}
 

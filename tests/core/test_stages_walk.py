@@ -200,8 +200,8 @@ class Walk:
             assert (backend.view(self.now).load, backend.reserved, backend.own_in_flight) == (0, 0, 0)
             assert backend.kv_pinned_until_s(self.now + 60.0) is None
         (scheduler,) = self.pools.schedulers.values()
-        assert not scheduler._reservations._reservations
-        assert not any((scheduler.charges._charges, scheduler.charges._between))
+        assert not scheduler._reservations.by_request
+        assert not any((scheduler.charges._charges, scheduler.charges.between))
 
 
 @pytest.mark.sampled(7)

@@ -51,7 +51,7 @@ async def two_stages() -> AsyncIterator[ProxyUnderTest]:
     async with serving(nixl, nixl, roles={"b0": "prefill", "b1": "decode"}, scheduling=scheduling) as proxy:
         yield proxy
         await until(lambda: all(replica.engine.gauges().kv_used == 0.0 for replica in proxy.replicas))
-        assert not any(scheduler._reservations._reservations for scheduler in proxy.app.pools.schedulers.values())
+        assert not any(scheduler._reservations.by_request for scheduler in proxy.app.pools.schedulers.values())
 
 
 @asynccontextmanager

@@ -65,7 +65,8 @@ class Backend:
         self._kind: tuple[tuple[str, ...], int | None] | None = None
         self._restored: KnownLimit | None = None
         self._published: int | None = None
-        self._served: frozenset[str] = frozenset()
+        self.served: frozenset[str] = frozenset()
+        """The model names of the last listing."""
         self._adapters: frozenset[str] = frozenset()
         self._max_model_len: int | None = None
         self._resident = ResidentAdapters()
@@ -75,7 +76,9 @@ class Backend:
         self._generates = True
         self._numberless_polls = 0
         self.cached_view: View | None = None
+        # The view without the proxy's own load. A lease that begins or ends normally changes it only if `_unsteady`.
         self._outline: View | None = None
+        self._unsteady = False
         self.view_until_s = self._changes_s = -inf
 
     # --- configuration -------------------------------------------------------------------------------------------
@@ -140,7 +143,7 @@ class Backend:
 
     def listed(self, listing: Listing) -> None:
         self.listing = listing
-        self._served = frozenset(card.name for card in listing.cards)
+        self.served = frozenset(card.name for card in listing.cards)
         self._adapters = frozenset(card.name for card in listing.cards if card.parent is not None)
         lengths = [card.max_model_len for card in listing.cards if card.max_model_len is not None]
         self._max_model_len = max(lengths, default=None)
@@ -272,16 +275,6 @@ class Backend:
         """
         return self.in_flight if self.reading is not None else self._own.sequences * self._limit_divisor
 
-    def _proven_load(self) -> int:
-        """Returns a number of sequences that the engine can certainly run at once.
-
-        Until the backend has reached its own limit, the number that other engines of its pool have run counts too.
-        """
-        own = self.limit.proven_load
-        if self.limit.converged or self.exploration is None:
-            return own
-        return min(self.limit.value, max(own, self.exploration.proven_load))
-
     def _forget_process(self) -> None:
         self.processes += 1
         self.reading = None
@@ -333,10 +326,15 @@ class Backend:
     def book(self, lease: int, request: Request, now: float, held_tokens: int = 0) -> None:
         """Adds a granted request. `held_tokens` of its prompt are already in the KV cache and need no new blocks."""
         self._own.add(lease, request, request.prompt_tokens - held_tokens, now)
+        self.cached_view = None
         if request.adapter is not None:
             self._resident.touch(request.adapter, self.reading.max_adapters if self.reading is not None else None)
-        self._load_changed(alone=request.adapter is None)
-        self.health.booked(lease)
+            self._outline = None
+        if self.health.ejected:
+            self._outline = None
+            self.health.booked(lease)
+        elif self._unsteady:
+            self._outline = None
 
     @property
     def reserved(self) -> int:
@@ -348,7 +346,7 @@ class Backend:
         slots.
         """
         self._reserved += sequences
-        self._load_changed()
+        self._changed()
 
     def pin_kv(self, request_id: str, until_s: float, now: float) -> None:
         """Records that the engine pins the KV blocks of a prefilled prompt until a fetch, or until `until_s`."""
@@ -369,7 +367,9 @@ class Backend:
 
     def started(self, lease: int, now: float) -> None:
         self._own.begin(lease)
-        self._load_changed()
+        self.cached_view = None
+        if self._unsteady:
+            self._outline = None
         self.health.first_byte(lease, now)
 
     def release(self, lease: int, verdict: Verdict, now: float, *, excused: bool = False) -> None:
@@ -378,7 +378,9 @@ class Backend:
             self.limit.refused(self._in_flight_everywhere - self.bookings[lease].request.sequences)
         self._own.remove(lease, self.reading)
         idle = not self.bookings and (self.reading is None or not self.reading.running)
-        self._load_changed(alone=verdict is Verdict.SERVED)
+        self.cached_view = None
+        if self._unsteady or verdict is not Verdict.SERVED:
+            self._outline = None
         self.health.finished(
             lease, verdict, now, idle=idle, counted=self.health.slow and self._counted, excused=excused
         )
@@ -448,35 +450,24 @@ class Backend:
             kv_used -= self._own.sum_debits(leases) / view.kv_tokens
         return replace(view, load=view.load - self._own.count_sequences(leases), kv_used=kv_used)
 
-    def serves(self, model: str) -> bool:
-        """Returns whether the last listing has `model`."""
-        return model in self._served
-
     # --- the view ------------------------------------------------------------------------------------------------
 
     def view(self, now: float) -> View:
         """Returns the view at `now`. The view is cached until an event or the clock changes it."""
-        if self.cached_view is None or now >= self.view_until_s:
-            self.cached_view = self._make_view(now)
-        return self.cached_view
+        view = self.cached_view
+        return self.make_view(now) if view is None or now >= self.view_until_s else view
 
     def changes_at(self, now: float) -> float | None:
         """Returns when a slot may become free without an event; None if only an event can free one."""
         if self.cached_view is None or now >= self.view_until_s:
-            self.view(now)
+            self.make_view(now)
         return None if self._changes_s == inf else self._changes_s
 
     def _changed(self) -> None:
         self.cached_view = self._outline = None
 
-    def _load_changed(self, *, alone: bool = True) -> None:
-        """Discards the cached view. If only the load changed (`alone`), the cached parts without the load are kept."""
-        self.cached_view = None
-        # A lease that begins or ends normally changes the outline only in these cases.
-        if not alone or self.health.ejected or (self.reading is not None and self.reading.deferred):
-            self._outline = None
-
-    def _make_view(self, now: float) -> View:
+    def make_view(self, now: float) -> View:
+        """Makes the view at `now` and caches it."""
         outline = self._outline
         if outline is None or now >= self.view_until_s:
             outline = self._outline = self._make_outline(now)
@@ -484,17 +475,20 @@ class Backend:
         if outline.kv_tokens:
             kv_used += own.debit_tokens / outline.kv_tokens
         look_ahead = self._capacity.look_ahead
-        return replace(
+        elsewhere = 0 if self.exploration is None else self.exploration.proven_load
+        view = self.cached_view = replace(
             outline,
             load=outline.load + own.sequences + self._reserved,
             kv_used=kv_used,
             look_ahead=self._look_ahead.requests(limit) if look_ahead is None else look_ahead,
-            proven_load=min(limit, self._proven_load()),
+            proven_load=min(limit, self.limit.proven_with(elsewhere)),
         )
+        return view
 
     def _make_outline(self, now: float) -> View:
         """Returns the view without the proxy's own load. This part is expensive to make and stays valid for longer."""
         health, capacity, reading = self.health, self._capacity, self.reading
+        self._unsteady = health.ejected or (reading is not None and reading.deferred > 0)
         until_s = health.changes_at(now) or inf
         others, waiting, kv_used = 0, 0, 0.0
         kv_tokens = max_adapters = None
@@ -514,7 +508,7 @@ class Backend:
         return View(
             backend=self.name,
             available=available,
-            served=self._served,
+            served=self.served,
             resident=self._resident.names(),
             max_adapters=max_adapters,
             max_model_len=self._max_model_len,

@@ -108,6 +108,16 @@ class BatchLimit:
             return self.value
         return min(self.value, self._plateau or max(self._start, self._ran_freely))
 
+    def proven_with(self, elsewhere: int) -> int:
+        """Returns a number of sequences that the engine can certainly run at once.
+
+        Until the engine has reached its own limit, the number that another engine of its pool has run (`elsewhere`)
+        counts too.
+        """
+        if self._cap is not None or self._plateau is not None:
+            return self.proven_load
+        return min(self.value, max(self._start, self._ran_freely, elsewhere))
+
     @property
     def converged(self) -> bool:
         """Whether a plateau or a configured limit is known. A plateau may be temporary."""

@@ -54,7 +54,7 @@ class Bookings:
         booking.started = True
 
     def remove(self, lease: int, reading: Reading | None) -> Booking:
-        if lease in self.last_waiting(reading):
+        if reading is not None and reading.waiting and lease in self.last_waiting(reading):
             # The reading still counts the lease as waiting, and no earlier lease takes its place.
             self._left_queue += self.by_lease[lease].request.sequences
         booking = self.by_lease.pop(lease)

@@ -285,8 +285,9 @@ class OutlierDetection:
         backend, loads = stream.backend, stream.backend.pending_loads
         backend.ended_s = now
         backend.unseen.pop(lease, None)
-        backend.remove_whole(lease)
         if stream.whole:
+            if lease in backend.whole:
+                backend.remove_whole(lease)
             uncounted = backend.reading is None or backend.reading.generated is None
             if uncounted and usage is not None and usage.output_tokens and stream.last_byte_s > stream.booked_s:
                 tokens = usage.output_tokens / stream.sequences

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from msgspec import Struct
 
 from llmproxy.core.backends.batch_limit import slots_under
@@ -53,17 +55,8 @@ class View(Struct, frozen=True):
     role: Role = Role.BOTH
 
     def has_room(self, ceiling: float) -> bool:
-        """Returns whether one more request fits under `ceiling`. An idle backend takes any request."""
-        if not self.available:
-            return False
-        load, limit, look_ahead = self.load, self.limit, self.look_ahead
-        if load == 0:
-            return True
-        # No ceiling allows more. Checked first because it answers for every backend of a saturated fleet.
-        if load >= limit + look_ahead:
-            return False
-        slots = slots_under(limit, ceiling, look_ahead, self.highest_ceiling)
-        return load < slots and self.kv_used < self.kv_full_ratio * ceiling
+        """Returns whether one more request fits under `ceiling`."""
+        return rooms((self,), ceiling)[0]
 
     @property
     def doubtful(self) -> bool:
@@ -78,3 +71,21 @@ class View(Struct, frozen=True):
     def saturation(self) -> float:
         """Load divided by the limit; 1.0 means full."""
         return self.load / self.limit
+
+
+def rooms(views: Iterable[View], ceiling: float) -> list[bool]:
+    """Returns for each view whether one more request fits under `ceiling`. An idle backend takes any request."""
+    found = []
+    for view in views:
+        load, limit, look_ahead = view.load, view.limit, view.look_ahead
+        if not view.available:
+            found.append(False)
+        elif load == 0:
+            found.append(True)
+        elif load >= limit + look_ahead:
+            # No ceiling allows more. Checked first because it answers for every backend of a saturated fleet.
+            found.append(False)
+        else:
+            slots = slots_under(limit, ceiling, look_ahead, view.highest_ceiling)
+            found.append(load < slots and view.kv_used < view.kv_full_ratio * ceiling)
+    return found

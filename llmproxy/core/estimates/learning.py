@@ -44,15 +44,16 @@ class QuantileTracker:
 class DecayingRate:
     """Amounts per second, with exponential decay: after `window_s` seconds an amount counts 1/e."""
 
-    __slots__ = ("_at_s", "_per_s", "_window_s")
+    __slots__ = ("_window_s", "at_s", "per_s")
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
-        self._per_s = self._at_s = 0.0
+        self.per_s = self.at_s = 0.0
+        """The rate at the time `at_s`, of the last amount."""
 
     def add(self, amount: float, now: float) -> None:
-        self._per_s = self._per_s * exp((self._at_s - now) / self._window_s) + amount / self._window_s
-        self._at_s = now
+        self.per_s = self.per_s * exp((self.at_s - now) / self._window_s) + amount / self._window_s
+        self.at_s = now
 
     def at(self, now: float) -> float:
-        return self._per_s * exp((self._at_s - now) / self._window_s)
+        return self.per_s * exp((self.at_s - now) / self._window_s)

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from llmproxy.core.domain import RequestFacts, Usage
-from llmproxy.core.estimates.learning import follow, gain
 
 BYTES_PER_TOKEN = 4.0
 """For English text with common tokenizers, used until the first `usage` of a model."""
@@ -34,6 +33,9 @@ class Estimate:
     seen: int = 0
 
 
+UNLEARNED = Estimate()
+
+
 class Estimator:
     """Exponentially weighted means per model. The least recently updated model is forgotten."""
 
@@ -42,7 +44,7 @@ class Estimator:
 
     def tokens(self, model: str, facts: RequestFacts) -> tuple[int, int]:
         """Returns the expected (prompt tokens, output tokens) of a request, with the output of all its sequences."""
-        learned = self._learned(model)
+        learned = self._models.get(model, UNLEARNED)
         prompt = facts.prompt_tokens
         if prompt is None:
             prompt = round(facts.prompt_bytes / learned.bytes_per_token)
@@ -53,22 +55,25 @@ class Estimator:
 
     def bytes_per_token(self, model: str) -> float:
         """Returns the UTF-8 bytes of prompt text per token of `model`."""
-        return self._learned(model).bytes_per_token
+        return self._models.get(model, UNLEARNED).bytes_per_token
 
     def learn(self, model: str, prompt_bytes: int | None, sequences: int | None, usage: Usage) -> None:
         """Learn from the `usage` of one answer.
 
         `prompt_bytes` is None if the prompt was sent as token ids, `sequences` is None if the engine generates nothing.
         """
-        learned = self._models.get(model) or Estimate()
-        self.take(model, learned)
+        learned = self._models.get(model)
+        if learned is None:
+            learned = Estimate()
+            self.take(model, learned)
+        self._models.move_to_end(model)
         learned.seen += 1
-        weight = gain(GAIN, learned.seen)
+        weight = max(GAIN, 1.0 / learned.seen)
         if prompt_bytes and usage.prompt_tokens > 0:
             ratio = min(64.0, max(0.25, prompt_bytes / usage.prompt_tokens))
-            learned.bytes_per_token = follow(learned.bytes_per_token, ratio, weight)
+            learned.bytes_per_token += weight * (ratio - learned.bytes_per_token)
         if sequences is not None:
-            learned.output_tokens = follow(learned.output_tokens, usage.output_tokens / max(1, sequences), weight)
+            learned.output_tokens += weight * (usage.output_tokens / max(1, sequences) - learned.output_tokens)
 
     def take(self, model: str, learned: Estimate) -> None:
         """Takes over the estimate of another process for a model."""
@@ -80,9 +85,6 @@ class Estimator:
     @property
     def models(self) -> Mapping[str, Estimate]:
         return self._models
-
-    def _learned(self, model: str) -> Estimate:
-        return self._models.get(model) or Estimate()
 
 
 def usage_max(facts: RequestFacts, context_tokens: int | None, sequences: int = 1) -> Usage:

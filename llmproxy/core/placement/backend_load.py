@@ -230,17 +230,20 @@ class BackendLoad:
         else:
             self._book_prompt(lease, flight, rates, now)
         self.in_flight += flight.request.sequences
-        self._ration(flight, rates)
+        if flight.request.slo is not None:
+            self._ration(flight, rates)
         flight.crowded = self.limit is not None and self.in_flight > self.limit
         if flight.crowded:
             self._queued[lease] = flight
         else:
             self._begin(flight, self._to_prefill_tokens, now)
-        self.in_use.add(flight.request.prefix)
+        if flight.request.prefix:
+            self.in_use.add(flight.request.prefix)
 
     def _book_prompt(self, lease: int, flight: InFlight, rates: PoolRates, now: float) -> None:
         if not self.unstarted:
-            self._end_stretch(rates)
+            if self._begun:
+                self._end_stretch(rates)
             self._began_s = now
             self._mixed = False
         request, load_s = flight.request, 0.0
@@ -315,7 +318,7 @@ class BackendLoad:
             first = next(iter(self.unstarted)) == lease
             done_s = min(flight.work_s, now - max(flight.booked_s, self._spoke_s)) if first else 0.0
             self._prompts.add((done_s - flight.work_s) * exp((flight.booked_s - now) / RATION_S), now)
-        self._prompt_done(lease, flight)
+            self._prompt_done(lease, flight)
         if self._queued and self._queued.pop(lease, None) is None:
             longest = self._queued.pop(next(iter(self._queued)))
             self._begin(longest, longest.work_tokens, now)
@@ -325,7 +328,8 @@ class BackendLoad:
             streams, tokens_s = self.rationing.pop(request.band)
             if streams > 1:
                 self.rationing[request.band] = streams - 1, tokens_s - flight.rations_at
-        self.in_use.remove(request.prefix)
+        if request.prefix:
+            self.in_use.remove(request.prefix)
         if request.adapter is not None:
             self.adapters.release(request.adapter)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from math import inf
+from math import exp, inf
 from random import Random
 
-from llmproxy.core.backends.view import View
+from llmproxy.core.backends.view import View, rooms
 from llmproxy.core.domain import (
     DECODE,
     PREFILL,
@@ -22,16 +22,14 @@ from llmproxy.core.domain import (
     Usage,
     Verdict,
 )
-from llmproxy.core.estimates.learning import follow
 from llmproxy.core.placement.adapter_demand import AdapterDemand
-from llmproxy.core.placement.backend_load import BackendLoad, InFlight
+from llmproxy.core.placement.backend_load import WORK_S, BackendLoad, InFlight
 from llmproxy.core.placement.policy import (
     NO_CAPACITY,
     NO_MATCH,
     NO_MATCH_FOR_MODEL,
     Placement,
     Quote,
-    any_room,
     presets,
     with_context,
 )
@@ -117,9 +115,16 @@ class CostPlacement(Placement):
         if request.slo is not None and "objectives" not in self._without:
             late = self._rates.late_ttft.factor, self._rates.late_tpot.factor
             prices = with_headroom(prices, request, STREAM, late, now)
-        least_s = min([price.total_s for price in prices])
-        near = [index for index, price in enumerate(prices) if price.total_s <= least_s + TIE_S]
-        fitting = [index for index in near if fits[index]] or self._idle(able, fits, prices, least_s)
+        least_s = prices[0].total_s
+        for price in prices:
+            least_s = min(least_s, price.total_s)
+        near, fitting = [], []
+        for index, price in enumerate(prices):
+            if price.total_s <= least_s + TIE_S:
+                near.append(index)
+                if fits[index]:
+                    fitting.append(index)
+        fitting = fitting or self._idle(able, fits, prices, least_s)
         if not fitting:
             for index in near:
                 # A pass may place the same request several times. The request keeps its first position.
@@ -128,13 +133,19 @@ class CostPlacement(Placement):
             # `later` names the backend to wait for; the scheduler passes the request over (`WaitReason.LATER`).
             return NoMatch(whole_model=False, later=prices[near[0]].backend)
         if len(fitting) > 1:
-            lightest = min([able[index].load for index in fitting])
-            fitting = [index for index in fitting if able[index].load == lightest]
+            near, fitting, lightest = fitting, [], inf
+            for index in near:
+                load = able[index].load
+                if load < lightest:
+                    lightest, fitting = load, [index]
+                elif load == lightest:
+                    fitting.append(index)
         chosen = prices[self._rng.choice(fitting)]
         facts = request.id, request.label, request.model, now, request.prompt_tokens, chosen.backend
         self._explained.append((facts, prices))
         rates = self._rates
-        shared_blocks = self._backend_load(chosen.backend).in_use.matched(request.prefix)
+        in_use = self._backend_loads[chosen.backend].in_use
+        shared_blocks = in_use.matched(request.prefix) if request.prefix else 0
         return Placed(
             chosen.backend,
             chosen.total_s,
@@ -162,15 +173,25 @@ class CostPlacement(Placement):
         """Returns the backends that can serve a request, whether each has a free slot now, and their prices."""
         # A split request can be served whole instead, so its prefill stage is priced even where it would have to wait.
         waits = request.stage is PREFILL
-        if not waits and not any_room(views, ceiling):
+        room = rooms(views, ceiling)
+        if not waits and True not in room:
             return NO_CAPACITY
-        serving = [v for v in views if v.available and request.model in v.served and v.backend not in excluded]
-        able = with_context(request, serving, views, excluded)
-        fits = self._fits(request, able, ceiling, now)
+        serving, fits, model, shortest = [], [], request.model, inf
+        for view, has in zip(views, room, strict=True):
+            if view.available and model in view.served and view.backend not in excluded:
+                serving.append(view)
+                fits.append(has)
+                if view.max_model_len is not None and view.max_model_len < shortest:
+                    shortest = view.max_model_len
+        able = serving
+        if shortest < request.prompt_tokens + (request.max_tokens or 1):
+            able = with_context(request, serving, views, excluded)
+            fits = rooms(able, ceiling)
+        fits = self._open(request, able, fits, ceiling, now)
         if True not in fits and not (waits and able):
-            if True in self._fits(request, serving, ceiling, now):
+            if True in self._open(request, serving, rooms(serving, ceiling), ceiling, now):
                 return NO_MATCH
-            return NO_MATCH_FOR_MODEL if True in self._fits(request, views, ceiling, now) else NO_CAPACITY
+            return NO_MATCH_FOR_MODEL if True in self._open(request, views, room, ceiling, now) else NO_CAPACITY
         if request.stage is DECODE:
             # The blocks in the prefill engine expire, so the decode stage considers only backends with room.
             able = [view for view, fit in zip(able, fits, strict=True) if fit]
@@ -193,24 +214,17 @@ class CostPlacement(Placement):
         ]
         return [index for total_s, index in sorted(idle)[:1] if total_s <= least_s]
 
-    def _matched(self, request: Request, able: Sequence[View], backend_loads: Sequence[BackendLoad]) -> dict[str, int]:
-        """Maps backends to the number of cached blocks of the prompt. Each backend's index first gets the size of its
-        KV cache.
-        """
-        if not request.prefix:
-            return {}
-        for view, backend_load in zip(able, backend_loads, strict=True):
-            if view.kv_tokens and view.kv_tokens != backend_load.kv_tokens:
-                backend_load.kv_tokens = view.kv_tokens
-                self._index.resize(view.backend, int(view.kv_tokens / request.prefix_tokens))
-        return self._index.match(request.prefix)
-
     def _prices(
         self, request: Request, able: Sequence[View], fits: Sequence[bool], ceiling: float, now: float
     ) -> list[PriceRow]:
-        known = self._backend_loads
-        backend_loads = [known.get(view.backend) or self._backend_load(view.backend) for view in able]
-        matched = self._matched(request, able, backend_loads)
+        known, backend_loads = self._backend_loads, []
+        for view in able:
+            backend_load = known.get(view.backend) or self._backend_load(view.backend)
+            backend_loads.append(backend_load)
+            if request.prefix and view.kv_tokens and view.kv_tokens != backend_load.kv_tokens:
+                backend_load.kv_tokens = view.kv_tokens
+                self._index.resize(view.backend, int(view.kv_tokens / request.prefix_tokens))
+        matched = self._index.match(request.prefix) if request.prefix else {}
         rates, index, without = self._rates, self._index, self._without
         prefill_base_s, token_s = rates.prefill.base, rates.prefill.slope
         step_base_s, step_slope_s = rates.step.base, rates.step.slope
@@ -231,7 +245,7 @@ class CostPlacement(Placement):
             speed, step_speed = backend_load.prefill, backend_load.step
             if prefill_seen >= speed.stale_at or step_seen >= step_speed.stale_at or backend_load.loads:
                 backend_load.renew(rates, now)
-            backend_load.limit, slots = view.limit, backend_load.adapters
+            backend_load.limit, slots, busy_share = view.limit, backend_load.adapters, backend_load.busy_share
             slots.size = view.max_adapters
             load, step_factor = view.load, step_speed.factor
             shared_tokens = backend_load.in_use.matched(prefix) * block_tokens if backend_load.in_flight else 0.0
@@ -257,7 +271,8 @@ class CostPlacement(Placement):
             crowd_s = output_tokens * load * step_slope_s * step_factor
             ttft_s = queue_s + prefill_s
             stream_s = STREAM * answer_s
-            busy = backend_load.busy_share.at(now)
+            # `DecayingRate.at`.
+            busy = busy_share.per_s * exp((busy_share.at_s - now) / WORK_S) if busy_share.per_s else 0.0
             scarce = busy / (1.0 - busy) if busy < CONGESTED else SCARCEST
             # A further prefill stage slows down only streams. The requests without a first byte are prefill stages too.
             streams = load - len(backend_load.unstarted) if alone else load
@@ -330,23 +345,23 @@ class CostPlacement(Placement):
         waiting = max(0, view.load - min(view.limit, view.slots(ceiling))) + before + 1
         return waiting * answer_s / max(1, view.load)
 
-    def _fits(self, request: Request, views: Sequence[View], ceiling: float, now: float) -> list[bool]:
-        """Returns for each backend whether it has a free slot and, unless the prompt is fetched, takes the prompt
-        now.
-        """
-        if request.stage is DECODE:
-            return [view.has_room(ceiling) for view in views]
-        return self._open(views, request.band, ceiling, now)
+    def _open(
+        self, request: Request, views: Sequence[View], room: list[bool], ceiling: float, now: float
+    ) -> list[bool]:
+        """Returns for each backend whether it has `room` and, unless the prompt is fetched, takes the prompt now."""
+        return room if request.stage is DECODE else self._takes_prompts(views, room, request.band, ceiling, now)
 
-    def _open(self, views: Sequence[View], band: int, ceiling: float, now: float) -> list[bool]:
-        """Returns for each backend whether it has a free slot and takes one more prompt of `band` now."""
+    def _takes_prompts(
+        self, views: Sequence[View], room: list[bool], band: int, ceiling: float, now: float
+    ) -> list[bool]:
+        """Returns for each backend whether it has `room` and takes one more prompt of `band` now."""
         if now != self._claims_at_s:
             self._claims_at_s = now
             self._claims.clear()
             self._opens_s = inf
         fits = []
-        for view in views:
-            fit = view.has_room(ceiling)
+        for view, has in zip(views, room, strict=True):
+            fit = has
             # A probe must be sent even if the backend is closed to prompts.
             backend_load = self._backend_loads.get(view.backend) if fit and not view.probed else None
             if backend_load is not None and (backend_load.unstarted or backend_load.rationing):
@@ -358,7 +373,8 @@ class CostPlacement(Placement):
         return fits
 
     def ready(self, views: Sequence[View], band: int, ceiling: float, now: float) -> list[View]:
-        return [view for view, fits in zip(views, self._open(views, band, ceiling, now), strict=True) if fits]
+        fits = self._takes_prompts(views, rooms(views, ceiling), band, ceiling, now)
+        return [view for view, fit in zip(views, fits, strict=True) if fit]
 
     def changes_at(self, now: float) -> float | None:
         return self._opens_s if now < self._opens_s < inf else None
@@ -380,7 +396,7 @@ class CostPlacement(Placement):
         own_tokens = request.prompt_tokens - placed.cached_tokens
         assert placed.ttft is not None, "another placement chose it"
         assert placed.tpot is not None, "another placement chose it"
-        backend_load = self._backend_load(placed.backend)
+        backend_load = self._backend_loads.get(placed.backend) or self._backend_load(placed.backend)
         flight = InFlight(
             request,
             placed.backend,
@@ -402,7 +418,7 @@ class CostPlacement(Placement):
             self._demand.add(request.adapter, now)
         backend_load.book(lease, flight, self._rates, now)
         if not flight.fetched:
-            self._hit_ratio = follow(self._hit_ratio, placed.cached_tokens / request.prompt_tokens, HIT_GAIN)
+            self._hit_ratio += HIT_GAIN * (placed.cached_tokens / request.prompt_tokens - self._hit_ratio)
 
     def recomputing(self, lease: int) -> None:
         self._flights[lease].fetched_tokens = None

@@ -7,11 +7,12 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
 from itertools import islice
+from math import inf
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from llmproxy.core.backends.view import View
+from llmproxy.core.backends.view import View, rooms
 from llmproxy.core.domain import DEFAULT, NoCapacity, NoMatch, Placed
 from llmproxy.core.placement.policy import NO_CAPACITY, Placement, context_tokens, could_serve
 from llmproxy.core.queueing.blocked import OF_BACKEND
@@ -87,7 +88,9 @@ def first_fit(
     """
     passed_over = 0
     ready = _warm(views)
-    trials = [view for view in ready if view.probed]
+    trials = False
+    for view in ready:
+        trials = trials or view.probed
     if trials:
         ready = [replace(view, available=False) if view.probed else view for view in ready]
     lines = band.lines(now)
@@ -128,7 +131,7 @@ def first_fit(
         if isinstance(lines, Generator):
             lines.close()
     # If no backend has room for this band, the scheduler must stop here, before lower bands.
-    return None if any(view.has_room(ceiling) for view in views) else NO_CAPACITY
+    return None if True in rooms(views, ceiling) else NO_CAPACITY
 
 
 def _warm(views: Sequence[View]) -> Sequence[View]:
@@ -136,10 +139,12 @@ def _warm(views: Sequence[View]) -> Sequence[View]:
 
     Backends that came back together are equally warm. A request that finds no slot here is tried on all `views` later.
     """
-    warmths = {view.warmth for view in views if view.available}
-    if len(warmths) < 2:
+    least, top = inf, -inf
+    for view in views:
+        if view.available:
+            least, top = min(least, view.warmth), max(top, view.warmth)
+    if least >= top:
         return views
-    top = max(warmths)
     return [
         replace(view, available=False) if view.load >= max(1, round(view.limit * view.warmth / top)) else view
         for view in views
@@ -181,7 +186,7 @@ def _at_only_backend(
     """
     own = [view for view in views if view.backend == queued.request.backend]
     placed = placement.place(queued.request, own, ceiling, queued.excluded, now)
-    if isinstance(placed, NoCapacity) and any(view.has_room(ceiling) for view in views):
+    if isinstance(placed, NoCapacity) and True in rooms(views, ceiling):
         return Limited(queued, f"{OF_BACKEND}{queued.request.backend}")
     return Fit(queued, placed, passed_over) if isinstance(placed, Placed) else placed
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from random import Random
 from typing import NamedTuple
 
-from llmproxy.core.backends.view import View
+from llmproxy.core.backends.view import View, rooms
 from llmproxy.core.domain import Explained, Learned, NoCapacity, NoMatch, Placed, Request, Role, Usage, Verdict
 from llmproxy.core.policy_registry import Registry
 
@@ -66,7 +66,7 @@ class Placement(ABC):
 
     def ready(self, views: Sequence[View], band: int, ceiling: float, now: float) -> list[View]:
         """Returns the backends of `views` that take a request of `band` now."""
-        return [view for view in views if view.has_room(ceiling)]
+        return [view for view, room in zip(views, rooms(views, ceiling), strict=True) if room]
 
     def changes_at(self, now: float) -> float | None:
         """Returns when a waiting request may find a backend although no event comes; None if that is not possible."""
@@ -171,21 +171,13 @@ def fitting(
     """Returns the backends (at least one) with a free slot under `ceiling` that can serve `request`, or why there is
     none.
     """
-    roomy = [view for view in views if view.has_room(ceiling)]
+    roomy = [view for view, room in zip(views, rooms(views, ceiling), strict=True) if room]
     if not roomy:
         return NO_CAPACITY
     able = [view for view in roomy if request.model in view.served and view.backend not in excluded]
     if not able:
         return NO_MATCH_FOR_MODEL
     return with_context(request, able, views, excluded) or NO_MATCH
-
-
-def any_room(views: Sequence[View], ceiling: float) -> bool:
-    """Returns whether at least one of `views` has a free slot under `ceiling`."""
-    for view in views:  # noqa: SIM110 - usually the first has room, and a generator costs more
-        if view.has_room(ceiling):
-            return True
-    return False
 
 
 def context_tokens(request: Request) -> int:

@@ -64,7 +64,7 @@ class PrefixIndex:
         """Records that `backend` has computed these blocks, a chain from its first block on. Of a long chain, only the
         head is stored.
         """
-        self._recent_blocks(backend).touch(hashes)
+        (self._recent.get(backend) or self._recent_blocks(backend)).touch(hashes)
 
     def forget(self, backend: str) -> None:
         """Drop the blocks, the size and the calibration of a backend that restarted or left."""
@@ -149,7 +149,8 @@ class _RecentBlocks:
                 youngest.update(dict.fromkeys(hashes[here:end]))
                 self.size += len(youngest) - before
             end = begin
-        self._make_room()
+        if self.size > self.limit:
+            self._make_room()
 
     def resize(self, blocks: int) -> None:
         self.capacity_blocks = min(max(1, blocks), CAPACITY_BLOCKS_MAX)

@@ -32,7 +32,11 @@ class PriceRow(Struct, frozen=True):
     fits: bool
 
     def terms(self) -> tuple[tuple[str, float], ...]:
-        return tuple([(name, s) for name, s in zip(NAMES, self.seconds, strict=False) if s is not None])
+        found = []
+        for name, term_s in zip(NAMES, self.seconds, strict=False):
+            if term_s is not None:
+                found.append((name, term_s))
+        return tuple(found)
 
     def price(self) -> Price:
         return Price(

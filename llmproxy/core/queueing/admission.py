@@ -104,9 +104,9 @@ class Admission:
             return excluded, self._waits_for_own_backend(request, request.backend)
         for names in (excluded | {request.avoid}, excluded) if request.avoid else (excluded,):
             for backend in self._backends.values():
-                if backend.up and backend.serves(request.model) and backend.name not in names:
+                if request.model in backend.served and backend.up and backend.name not in names:
                     return names, False
-        able = [backend for backend in self._backends.values() if backend.serves(request.model)]
+        able = [backend for backend in self._backends.values() if request.model in backend.served]
         if entry is AdmissionKind.OWNER_LOOKUP:
             # The request refers to state, such as a stored response, that was lost with a process that is gone.
             able = [backend for backend in able if not backend.health.gone and backend.name not in excluded]
@@ -123,7 +123,7 @@ class Admission:
         backend will not come up, or if the configuration holds no requests.
         """
         backend = self._backends.get(name)
-        if backend is None or backend.health.gone or not backend.serves(request.model):
+        if backend is None or backend.health.gone or request.model not in backend.served:
             raise _lost_reference(request)
         if not backend.up and not self._settings.queue.no_backend_wait_s:
             message = "The backend that keeps what this request refers to is not up. Try again shortly."

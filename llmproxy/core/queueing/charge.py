@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from llmproxy.core.domain import DECODE, PREFILL, Request, Usage
+from llmproxy.core.domain import DECODE, PREFILL, WHOLE, Request, Usage
 from llmproxy.core.policy_registry import Registry
 from llmproxy.core.settings import Settings
 
@@ -45,25 +45,21 @@ class Tokens(Charge):
     """
 
     def __init__(self, settings: Settings) -> None:
-        self._input_weight = settings.input_weight
-        self._output_weight = settings.output_weight
+        prompt, output = settings.input_weight, settings.output_weight
+        # Stage -> weights of prompt and output tokens.
+        self._weights = {WHOLE: (prompt, output), PREFILL: (prompt, 0.0), DECODE: (0.0, output)}
 
     def estimate(self, request: Request) -> float:
-        return self._weighted(request, request.prompt_tokens, request.output_tokens)
+        prompt, output = self._weights[request.stage]
+        return prompt * request.prompt_tokens + output * request.output_tokens
 
     def so_far(self, request: Request, output_tokens: int) -> float:
-        return self._weighted(request, request.prompt_tokens, output_tokens)
+        prompt, output = self._weights[request.stage]
+        return prompt * request.prompt_tokens + output * output_tokens
 
     def final(self, request: Request, usage: Usage) -> float:
-        return self._weighted(request, max(0, usage.prompt_tokens - (usage.cached_tokens or 0)), usage.output_tokens)
-
-    def _weighted(self, request: Request, prompt_tokens: int, output_tokens: int) -> float:
-        cost = 0.0
-        if request.stage is not DECODE:
-            cost += self._input_weight * prompt_tokens
-        if request.stage is not PREFILL:
-            cost += self._output_weight * output_tokens
-        return cost
+        prompt, output = self._weights[request.stage]
+        return prompt * max(0, usage.prompt_tokens - (usage.cached_tokens or 0)) + output * usage.output_tokens
 
 
 @charges.register("requests")

@@ -28,6 +28,8 @@ class Headroom:
     def __init__(self, settings: Settings) -> None:
         # Band -> arrival of its last request.
         self._used_s: dict[int, float] = {}
+        # No band above this one is in use.
+        self._most = -inf
         self.reconfigure(settings)
 
     def reconfigure(self, settings: Settings) -> None:
@@ -35,24 +37,32 @@ class Headroom:
         self._levels = sorted(settings.ceilings)
         self._own: dict[int, float] = {}
         self._highest = settings.ceiling_range[1]
+        self._count_used()
 
     def used(self, band: int, now: float) -> None:
         """Records a request of `band`, which makes the band used."""
         if band not in self._used_s:
             self._used_s = {other: used_s for other, used_s in self._used_s.items() if self._lasts(used_s, now)}
+            self._used_s[band] = now
+            self._count_used()
         self._used_s[band] = now
 
     def inherit(self, other: Headroom) -> None:
         """Takes over the bands in use of another pool, which becomes part of this one."""
         for band, used_s in other._used_s.items():
             self._used_s[band] = max(used_s, self._used_s.get(band, -inf))
+        self._count_used()
+
+    def _count_used(self) -> None:
+        all_used = self._settings.headroom_s == inf
+        self._most = max((*self._used_s, *(self._levels if all_used else ())), default=-inf)
 
     def ceiling(self, band: int, now: float) -> float:
         """Returns the saturation (0..1] from which requests of `band` must wait."""
         ceiling = self._own.get(band)
         if ceiling is None:
             ceiling = self._own[band] = self._settings.ceiling(band)
-        above = self._next_above(band, now)
+        above = self._next_above(band, now) if band < self._most else None
         # A band without a configured ceiling has the ceiling of the next level below it.
         end = len(self._levels) if above is None else bisect_right(self._levels, above) - 1
         for level in self._levels[bisect_right(self._levels, band) : end]:
@@ -61,7 +71,7 @@ class Headroom:
 
     def keeps_slot(self, band: int, views: Sequence[View], now: float) -> bool:
         """Returns whether the pool has a single free slot, which is reserved for a band above `band`."""
-        if not self.used_above(band, now):
+        if band >= self._most or self._next_above(band, now) is None:
             return False
         free, idle = 0, True
         for view in views:

@@ -139,7 +139,10 @@ class WaitingRoom:
         del self.waiting[request.id]
         if self._labels.get(request.label) == request.id:
             del self._labels[request.label]
-        self._take_out(queued)
+        if queued.blocked_by is None and queued.back_from is None:
+            self.bands[request.band].remove(queued)
+        else:
+            self._take_out(queued)
         self._occupancy.leave(request)
         self.prompt_tokens -= request.prompt_tokens
         self.output_tokens -= request.output_tokens

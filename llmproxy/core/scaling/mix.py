@@ -8,7 +8,7 @@ from math import inf, sqrt
 from typing import NamedTuple
 
 from llmproxy.core.domain import Usage
-from llmproxy.core.estimates.learning import follow, gain
+from llmproxy.core.estimates.learning import follow
 
 LONG_S = 120
 SHORT_S = 30
@@ -45,8 +45,8 @@ class SizeClass:
     block_squares: float = 0.0
 
     def learn(self, output_tokens: float, weight: float) -> None:
-        self.output_tokens = follow(self.output_tokens, output_tokens, weight)
-        self.output_squares = follow(self.output_squares, output_tokens * output_tokens, weight)
+        self.output_tokens += weight * (output_tokens - self.output_tokens)
+        self.output_squares += weight * (output_tokens * output_tokens - self.output_squares)
         self.block += 1
         self.block_tokens += output_tokens
         self.block_squares += output_tokens * output_tokens
@@ -188,7 +188,7 @@ class Mix:
             size = self.sizes[key] = SizeClass()
         size.seen += 1
         self.ended += 1
-        weight = gain(GAIN, size.seen)
+        weight = max(GAIN, 1.0 / size.seen)
         # A request without output, such as an embedding, takes a step too.
         size.learn(max(1.0, usage.output_tokens), weight)
         if usage.cached_tokens is not None and usage.prompt_tokens > 0:

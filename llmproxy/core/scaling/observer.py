@@ -59,8 +59,9 @@ class PoolScaling(LeaseObserver):
         self._engines: dict[str, _Engine] = {}
         # Lease -> totals of its engine at its begin.
         self._begun: dict[int, _Begun] = {}
-        # Waiting request -> prompt tokens; the time since which at least one waits; and their counts by size class.
-        self._waiting: dict[str, int] = {}
+        self.waiting: dict[str, tuple[int, Count]] = {}
+        """Waiting request -> its prompt tokens, and the count of its size class."""
+        # The time since which at least one waits, and the counts by size class.
         self._waiting_since_s = 0.0
         # Mean learned batch limit, kept for a pool whose last replica is gone.
         self._usual_limit: float = UNPUBLISHED
@@ -135,15 +136,15 @@ class PoolScaling(LeaseObserver):
         self._asked_s = now
         if request.band < self._settings.from_band or not counts:
             return
-        if request.id in self._waiting:
+        if request.id in self.waiting:
             self.left(request)
-        if not self._waiting:
+        if not self.waiting:
             self._waiting_since_s = now
-        self._waiting[request.id] = request.prompt_tokens
         size = size_class(request.prompt_tokens)
         count = self._sizes.get(size)
         if count is None:
             count = self._sizes[size] = Count()
+        self.waiting[request.id] = request.prompt_tokens, count
         count.requests += 1
         count.prompt_tokens += request.prompt_tokens
         if not new:
@@ -166,9 +167,8 @@ class PoolScaling(LeaseObserver):
 
     def left(self, request: Request) -> None:
         """A request ended or no longer waits."""
-        prompt_tokens = self._waiting.pop(request.id, None)
-        if prompt_tokens is not None:
-            count = self._sizes[size_class(prompt_tokens)]
+        if request.id in self.waiting:
+            prompt_tokens, count = self.waiting.pop(request.id)
             count.requests -= 1
             count.prompt_tokens -= prompt_tokens
 
@@ -232,9 +232,9 @@ class PoolScaling(LeaseObserver):
         self._joined = [one for one in self._joined if one._running or one._others]
         running = self._running + sum(one._running for one in self._joined)
         others = self._others + sum(one._others for one in self._joined)
-        busy = running + others + len(self._waiting) + self._on_hold
+        busy = running + others + len(self.waiting) + self._on_hold
         idle_s = 0.0 if busy or self._asked_s is None else now - self._asked_s
-        waited_s = now - self._waiting_since_s if self._waiting else 0.0
+        waited_s = now - self._waiting_since_s if self.waiting else 0.0
         demand = Demand(running, others, self._sizes, self._on_hold, len(self._adapters), idle_s, waited_s)
         # The last mean also serves new replicas and a pool without replicas.
         self._usual_limit = mean_known((one.limit for one in replicas), self._usual_limit)

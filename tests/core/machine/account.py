@@ -355,7 +355,7 @@ def assert_nothing_left(pools: Pools, now: float) -> None:
         assert not one.leases.revoked
         assert not one._preemption.open
         assert one._preemption.pending == 0
-        assert not any((one.charges._charges, one.charges._between))
+        assert not any((one.charges._charges, one.charges.between))
         inner = one._placement.inner
         if isinstance(inner, CostPlacement):
             assert not inner._flights

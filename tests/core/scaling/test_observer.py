@@ -133,7 +133,7 @@ def test_memory_does_not_grow_with_time() -> None:
         pool.serve(300, every_s=1.0)
     mix = pool.scaling.mix
     assert len(mix._slots) <= 2 * HISTORY_SLOTS + 1
-    assert not pool.scaling._waiting
+    assert not pool.scaling.waiting
     assert not pool.scaling._begun
 
 
