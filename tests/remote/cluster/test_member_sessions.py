@@ -11,14 +11,13 @@ from structlog.testing import capture_logs
 from llmproxy.core.domain import AdmissionKind, KnownCapacity, KnownLimit, Outcome, Refused
 from llmproxy.core.lease_events import Progress, Returned, Started
 from llmproxy.remote import messages
-from llmproxy.remote.cluster import incoming, leasing
+from llmproxy.remote.cluster import leasing, sessions
 from llmproxy.remote.cluster.cluster import RESUME_WAIT_S
 from llmproxy.remote.cluster.compatibility import TO_MEMBER
 from llmproxy.remote.cluster.election import SEEK_S
 from llmproxy.remote.cluster.hand_over import LEARNED_S
-from llmproxy.remote.cluster.incoming import CLAIMED_EPOCH_MAX
 from llmproxy.remote.cluster.pages import PAGE_BYTES_MAX, cluster_status
-from llmproxy.remote.cluster.sessions import MemberSession, MemberSessions
+from llmproxy.remote.cluster.sessions import CLAIMED_EPOCH_MAX, MemberSession, MemberSessions
 from llmproxy.remote.link import FRAME_BYTES_MAX, HELLO_BYTES_MAX, SILENCE_S, UNSENT_BYTES_MAX, Link, LocalLink, frame
 from llmproxy.remote.messages import (
     PROTOCOL,
@@ -182,7 +181,7 @@ async def test_restarted_process_replaces_the_lost_one() -> None:
 async def test_no_more_members_than_the_limit() -> None:
     async with world(2) as found:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(incoming, "MEMBERS_MAX", 3)
+            patch.setattr(sessions, "MEMBERS_MAX", 3)
             ones = [Stranger(found, f"s{number}") for number in range(2)]
             for one in ones:
                 one.hello()
