@@ -134,7 +134,7 @@ async def test_a_refusal_with_a_new_outcome_ends_the_wait(monkeypatch: pytest.Mo
         one = found.followers[0]
         holds = one.client()
         await asyncio.sleep(0.05)
-        monkeypatch.setattr(Dispatcher, "wait", refuse)
+        monkeypatch.setattr(Dispatcher, "admit", refuse)
         refused = one.client()
         await asyncio.sleep(0.05)
         assert refused.refused is not None
