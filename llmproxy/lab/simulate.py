@@ -20,7 +20,7 @@ from llmproxy.lab.policies.bounds import all_bounds
 from llmproxy.lab.policies.by_name import ORACLE, PolicyPlan, is_own, own_name, plan_named
 from llmproxy.lab.results.fleet_tables import Sizes, Splits, print_sizes, print_splits, sizes_of, splits_of
 from llmproxy.lab.results.objectives import Wanted
-from llmproxy.lab.results.report import Extra, ReportUnavailable, page
+from llmproxy.lab.results.report import Extra, page
 from llmproxy.lab.results.result import Bound, Point, SimulationResult, load_label, to_bytes
 from llmproxy.lab.results.table import print_tables
 from llmproxy.lab.run.runs import Finished, Simulation, points, prepared, run_all
@@ -256,8 +256,5 @@ def _write(
         title = f"{Path(options.trace).name} on {Path(options.fleet).name}"
         (out / "report.html").write_text(page(result, title, own, extra), encoding="utf-8")
         console.print(f"wrote {out / 'report.html'}", soft_wrap=True, markup=False)
-    except ReportUnavailable as error:
-        (out / "report.html").unlink()
-        console.print(f"no report.html: {error}", soft_wrap=True, markup=False)
     except OSError as error:
         raise Unusable(f"--out {out}: {error.strerror}") from None

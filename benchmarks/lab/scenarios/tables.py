@@ -13,7 +13,7 @@ from rich.table import Table
 from benchmarks.lab.scenarios.scenario import OURS, Found, Place
 from benchmarks.lab.scenarios.statistics import Ratio, paired_ratio
 from llmproxy.lab.policies.by_name import ORACLE
-from llmproxy.lab.results.report import Extra, ExtraTable, ReportUnavailable, page
+from llmproxy.lab.results.report import Extra, ExtraTable, page
 from llmproxy.lab.results.result import SimulationResult, load_label, to_bytes
 from llmproxy.lab.run.runs import Finished
 
@@ -152,11 +152,8 @@ def write_pages(out: Path, found: Sequence[Place], runs: Runs, seeds: Sequence[i
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "result.json").write_bytes(to_bytes(result))
         extra = Extra([ExtraTable(f"Goals: {label}", GOAL_HEADS, rows) for label, rows in goals.items()], None)
-        try:
-            html = page(result, f"{scenario.key} {scenario.title}: {case.name}", OURS, extra)
-            (folder / "report.html").write_text(html, encoding="utf-8")
-        except ReportUnavailable as error:
-            print(f"no report.html: {error}")
+        html = page(result, f"{scenario.key} {scenario.title}: {case.name}", OURS, extra)
+        (folder / "report.html").write_text(html, encoding="utf-8")
 
 
 def _figures(place: Place, some: Sequence[Finished]) -> list[str]:

@@ -63,14 +63,10 @@ class Extra:
 NOTHING_MORE = Extra()
 
 
-class ReportUnavailable(Exception):  # noqa: N818 - something is missing, nothing went wrong
-    """The report cannot be drawn on this installation. The message says what to install."""
-
-
 def page(result: SimulationResult, title: str, own: Collection[str] = (), extra: Extra = NOTHING_MORE) -> str:
     """Returns `result` as an HTML page. Equal arguments give equal text.
 
-    `own` policies have thicker lines. Raises ReportUnavailable without matplotlib.
+    `own` policies have thicker lines. Without matplotlib, a sentence replaces the plots.
     """
     figures = _figures(result, own, extra)
     policies, points = policies_of(result), load_points(result)
@@ -101,7 +97,7 @@ def _figures(result: SimulationResult, own: Collection[str], extra: Extra) -> st
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("llmproxy"):
             raise
-        raise ReportUnavailable(f"the report needs {error.name}: pip install 'llmproxy-lb[lab]'") from error
+        return _section("Plots", f"<p class=absent>Plots need {error.name}: pip install 'llmproxy-lb[lab]'</p>")
     sections = []
     with drawing.style():
         drawn = [*(extra.draw() if extra.draw is not None else ()), plots.goodput_plot(result, own)]
@@ -206,7 +202,7 @@ h1{font-size:26px;margin:0 0 12px;line-height:1.25;overflow-wrap:anywhere}h2{fon
 h3{font-size:14px;margin:20px 0 4px;color:var(--muted);font-weight:600}
 dl{display:flex;flex-wrap:wrap;gap:8px;margin:0 0 14px}dl div{background:var(--card);border-radius:8px;padding:7px 12px}
 dt{font-size:12px;color:var(--muted)}dd{margin:0;font-weight:600;overflow-wrap:anywhere}
-.rules,figcaption{color:var(--muted);max-width:88ch}figure{margin:0}figcaption{font-size:14px;margin-top:6px}
+.rules,.absent,figcaption{color:var(--muted);max-width:88ch}figure{margin:0}figcaption{font-size:14px;margin-top:6px}
 svg{display:block;width:100%;height:auto}
 .wide{overflow-x:auto}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;font-size:13px}
 th,td{padding:4px 6px;text-align:right;border-bottom:1px solid var(--grid);white-space:nowrap}
