@@ -12,6 +12,7 @@ from aiohttp import web
 from llmproxy.core.domain import Outcome
 from llmproxy.gateway.http.client_address import Client
 from llmproxy.gateway.http.client_limits import ClientLimits
+from llmproxy.gateway.http.connection import kept_facts
 from llmproxy.gateway.http.errors import INTERNAL_MESSAGE, Failure, nothing_at
 from llmproxy.gateway.http.routes import MODELS, PING, SCHEDULED, STORED_RESPONSES, error_dialect, is_administrative
 from llmproxy.gateway.http.strictness import asks_for_websocket, no_websocket
@@ -22,7 +23,8 @@ from llmproxy.gateway.proxying.handler import RequestHandler
 from llmproxy.gateway.proxying.rules import Rulebook
 from llmproxy.gateway.proxying.stored import StoredResponses
 from llmproxy.gateway.request.auth import Tenant
-from llmproxy.gateway.request.identity import id_for_error
+from llmproxy.gateway.request.head_facts import HeadFacts
+from llmproxy.gateway.request.identity import id_for_error, request_id
 from llmproxy.observe.exit import ExitSink, RequestExit
 from llmproxy.observe.logs import log_internal
 
@@ -78,28 +80,37 @@ class Router:
         return response
 
     async def _answer(self, request: web.BaseRequest, checked: bool) -> web.StreamResponse:
-        path = _path(request)
+        rules = self._rulebook.current
+        head = kept_facts(request)
+        path = head.path if isinstance(head, HeadFacts) else _path(request)
         try:
+            if isinstance(head, HeadFacts) and head.rules is rules:
+                self.clients.count_request(head.sender.address, asyncio.get_running_loop().time())
+                return await self._handler.serve(head, request)
             if not checked:
                 check_strictness(request, self._head_bytes_max)
             if is_administrative(path):
                 return await self._pages.administer(path, request, self._on_admin_port)
             if self._on_admin_port and path not in PROBES:
                 raise nothing_at(path)
-            cors = self._rulebook.current.cors
+            cors = rules.cors
             if cors is not None and not self._on_admin_port and (preflight := cors.preflight(request)) is not None:
                 return preflight
             if asks_for_websocket(request):
                 # Not logged as an error: some clients try a WebSocket first and then use HTTP.
                 return no_websocket().response(error_dialect(path), {"x-request-id": id_for_error(request.headers)})
-            sender = self._rulebook.current.clients.identify(request)
+            sender = rules.clients.identify(request)
             if path not in OWN:
                 self.clients.count_request(sender.address, asyncio.get_running_loop().time())
             # The raw path: for a proxy in front that filters by path, %2f is no slash.
             route = SCHEDULED.get(request.rel_url.raw_path.rstrip("/"))
             if route is not None:
                 check_method(request, route.method)
-                return await self._handler.serve(route, request, sender)
+                query = request.rel_url.raw_query_string
+                path_qs = f"{route.path}?{query}" if query else route.path
+                given_id = request_id(request.headers)
+                head = HeadFacts(rules, route, sender, path, path_qs, request.method, given_id)
+                return await self._handler.serve(head, request)
             return await self._unscheduled(path, request, sender)
         except Failure as failure:
             return self.refuse(request, failure, path)

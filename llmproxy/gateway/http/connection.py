@@ -25,6 +25,7 @@ from llmproxy.core.domain import Outcome
 from llmproxy.gateway.http.client_limits import ClientLimits
 from llmproxy.gateway.http.errors import Failure
 from llmproxy.gateway.http.headers import SERVER
+from llmproxy.gateway.http.kept_head import KeptHead
 from llmproxy.gateway.http.strictness import head_too_large
 from llmproxy.gateway.http.tls import TlsConnection, peer_address
 from llmproxy.gateway.http.wrong_protocol import HTTP2_PREFACE, WrongProtocol, wrong_protocol
@@ -100,6 +101,7 @@ class ClientConnection(web.RequestHandler):
         "_limits",
         "_unread_timer",
         "_wire",
+        "kept_head",
         "left",
         "writer",
     )
@@ -117,6 +119,8 @@ class ClientConnection(web.RequestHandler):
         self._latest = b""
         self._unread_timer: asyncio.TimerHandle | None = None
         self._wire: asyncio.Transport | None = None
+        # The head of the last request, with facts about it.
+        self.kept_head: KeptHead | None = None
         # The connection has ended. Its handler is cancelled soon.
         self.left = False
         self.writer: PausableWriter | None = None
@@ -159,7 +163,7 @@ class ClientConnection(web.RequestHandler):
     def _lose(self, exc: BaseException | None) -> None:
         """Cancels the handler of a client that has left."""
         super().connection_lost(exc)
-        self.writer = self._wire = None
+        self.writer = self._wire = self.kept_head = None
         self._end_head()
         self._cancel_unread_timer()
         if self._address is not None:
@@ -330,7 +334,13 @@ def arrived_body(request: web.BaseRequest) -> bytes | None:
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
-class _ChunkedRequest(web.BaseRequest):
+class _Request(web.BaseRequest):
+    """A request with the facts that were kept about its head."""
+
+    facts: object = None
+
+
+class _ChunkedRequest(_Request):
     """A chunked request. Its connection is reused only if the request certainly had no trailer.
 
     The parser would add the last field of a trailer to the next request.
@@ -394,8 +404,29 @@ def _request(
     writer: AbstractStreamWriter,
     task: asyncio.Task[None],
 ) -> web.BaseRequest:
-    kind = _ChunkedRequest if message.chunked else web.BaseRequest
-    return kind(message, payload, protocol, writer, task, asyncio.get_running_loop())
+    kind = _ChunkedRequest if message.chunked else _Request
+    request = kind(message, payload, protocol, writer, task, protocol._loop)
+    kept = protocol.kept_head if isinstance(protocol, ClientConnection) else None
+    if kept is not None and kept.is_head_of(message):
+        request.facts = kept.facts
+    return request
+
+
+def kept_facts(request: web.BaseRequest) -> object:
+    """Returns the facts that `keep_facts` kept about the same head on the same connection; None if there are none."""
+    return getattr(request, "facts", None)
+
+
+def keep_facts(request: web.BaseRequest, facts: object) -> bool:
+    """Keeps facts about the head of a request for the next requests of its connection, until the connection ends.
+
+    Returns whether they are kept. The first request of a connection is not, because many clients send only one.
+    """
+    connection = request._protocol
+    if not isinstance(connection, ClientConnection) or connection._request_count <= 1:
+        return False
+    connection.kept_head = KeptHead.of(request._message, connection._limits.head_bytes_max, facts)
+    return connection.kept_head is not None
 
 
 def _parse_failure(error: HttpProcessingError) -> Failure:

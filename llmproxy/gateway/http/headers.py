@@ -61,25 +61,35 @@ def to_backend(
     withheld: Set[str],
     authorization: str | None,
     keep_credentials: bool,
+    forwarded: dict[bool, Headers] | None = None,
 ) -> Headers:
     """Returns the client's end-to-end fields for a backend, with the proxy's request id, and with the backend's key in
     place of the client's.
 
     Answers are requested without compression, whatever the client accepts, because compressing a stream delays its
     tokens. Fields in `withheld` (lower case) are dropped. CREDENTIALS are dropped unless `keep_credentials`; even then
-    `authorization` replaces the client's key.
+    `authorization` replaces the client's key. `forwarded` has the end-to-end fields of an equal call before, by whether
+    there was an `authorization`; missing ones are added.
     """
-    fields = list(fields)
-    dropped = _DROPPED_UPSTREAM if not keep_credentials else _DROPPED_BUT_CREDENTIALS
-    if named := named_in_connection(fields):
-        dropped |= named
-    if keep_credentials and authorization is not None:
-        dropped |= {"authorization", "x-api-key"}
-    sent = [(name, value) for name, value in fields if (lower := name.lower()) not in dropped and lower not in withheld]
-    sent += [("x-request-id", request_id), ("accept-encoding", "identity")]
+    own_key = authorization is not None
+    end_to_end = None if forwarded is None else forwarded.get(own_key)
+    if end_to_end is None:
+        end_to_end = _end_to_end(list(fields), withheld, own_key, keep_credentials)
+        if forwarded is not None:
+            forwarded[own_key] = end_to_end
+    sent = [*end_to_end, ("x-request-id", request_id), ("accept-encoding", "identity")]
     if authorization is not None:
         sent.append(("authorization", authorization))
     return sent
+
+
+def _end_to_end(fields: Headers, withheld: Set[str], own_key: bool, keep_credentials: bool) -> Headers:
+    dropped = _DROPPED_UPSTREAM if not keep_credentials else _DROPPED_BUT_CREDENTIALS
+    if named := named_in_connection(fields):
+        dropped |= named
+    if keep_credentials and own_key:
+        dropped |= {"authorization", "x-api-key"}
+    return [(name, value) for name, value in fields if (lower := name.lower()) not in dropped and lower not in withheld]
 
 
 def to_client(fields: Iterable[tuple[str, str]]) -> Headers:

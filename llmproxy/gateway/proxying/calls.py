@@ -73,11 +73,11 @@ def call_for(
         transfer=rules.connector.asks if prefill else transfer,
         prompt_alone=prefill,
     )
-    query = http.rel_url.raw_query_string
+    head, trace = context.head, context.record.trace
     return Call(
         route.method,
-        f"{route.path}?{query}" if query else route.path,
-        rules.identity.backend_headers(http, engine_id, backend, context.trusted, context.record.trace, span_id),
+        head.path_qs,
+        rules.identity.backend_headers(http, engine_id, backend, context.trusted, trace, span_id, head.forwarded),
         spliced.parts,
         request.stream,
         spliced.hides_usage,

@@ -18,9 +18,9 @@ from llmproxy.core.backends.catalogue import Target
 from llmproxy.core.domain import Outcome, Refused, Request, Stage, Verdict
 from llmproxy.core.estimates.tokens import Estimator
 from llmproxy.core.retry import COMPUTED_MAX, Again, RetryBudget
-from llmproxy.gateway.http.client_address import Client
+from llmproxy.gateway.http.connection import keep_facts
 from llmproxy.gateway.http.errors import INTERNAL_MESSAGE, Failure, error_event
-from llmproxy.gateway.http.routes import Dialect, Route
+from llmproxy.gateway.http.routes import Dialect
 from llmproxy.gateway.proxying.answers import Answers
 from llmproxy.gateway.proxying.call import Call
 from llmproxy.gateway.proxying.calls import UsageQuestions, call_for, learn_usage
@@ -33,7 +33,8 @@ from llmproxy.gateway.proxying.split.stages import Handover
 from llmproxy.gateway.proxying.stored import StoredResponses
 from llmproxy.gateway.request.body import read_body
 from llmproxy.gateway.request.body_budget import BodyBudget, BufferedBody
-from llmproxy.gateway.request.identity import REQUEST_ID_HEADER, request_id, user_agent
+from llmproxy.gateway.request.head_facts import HeadFacts
+from llmproxy.gateway.request.identity import REQUEST_ID_HEADER, user_agent
 from llmproxy.gateway.request.parsed_body import ParsedBody
 from llmproxy.gateway.request.prefix_hash import SALT
 from llmproxy.observe.exit import ExitSink, RequestExit
@@ -127,21 +128,21 @@ class RequestHandler:
         error = "the client left" if isinstance(cause, asyncio.CancelledError) else f"the client left: {cause}"
         return Outcome.CANCELLED, 499, error
 
-    async def serve(self, route: Route, http: web.BaseRequest, sender: Client) -> web.StreamResponse:
-        """Serve one request of a scheduled route, and record its outcome."""
+    async def serve(self, head: HeadFacts, http: web.BaseRequest) -> web.StreamResponse:
+        """Serve one request of a scheduled route, and record its outcome. `head` belongs to the current rules."""
         extra: dict[str, str] = {}
         now = asyncio.get_running_loop().time()
         rules = self._rulebook.current
         client = ResponseWriter(http, extra, lambda: self.shutting_down, rules.cors)
         record = RequestExit(
             request_id=urandom(16).hex(),
-            method=http.method,
-            path=route.path,
-            client=sender.address,
+            method=head.method,
+            path=head.route.path,
+            client=head.sender.address,
             user_agent=user_agent(http.headers),
             arrived_s=now,
         )
-        context = RequestContext(rules, route, http, sender, client, extra, BufferedBody(self.bodies), record)
+        context = RequestContext(rules, head.route, http, head, client, extra, BufferedBody(self.bodies), record)
         self.begin_request()
         try:
             await self._schedule(context)
@@ -173,8 +174,8 @@ class RequestHandler:
     # --- reading the request ------------------------------------------------------------------------------------------
 
     async def _schedule(self, context: RequestContext) -> None:
-        http, rules, record = context.http, context.rules, context.record
-        if (given := request_id(http.headers)) is not None:
+        http, rules, record, head = context.http, context.rules, context.record, context.head
+        if (given := head.given_id) is not None:
             record.request_id, context.repeated = given, given in self._open_ids
             self._open_ids.add(given)
         elif not self._replaced_id_logged and REQUEST_ID_HEADER in http.headers:
@@ -182,17 +183,23 @@ class RequestHandler:
             self._replaced_id_logged = True
             log_replaced_id(record.request_id)
         context.extra["x-request-id"] = record.request_id
-        tenant = context.tenant = rules.keys.check(http.headers)
+        if not head.kept:
+            head.tenant = rules.keys.check(http.headers)
+            head.trusted = rules.identity.trusts(head.sender, head.tenant)
+        tenant = context.tenant = head.tenant
         record.tenant, record.key = tenant.name, tenant.key
-        context.trusted = rules.identity.trusts(context.sender, context.tenant)
+        context.trusted = head.trusted
         if self._sampler is not None:
             context.begin_trace(self._sampler)
         if self._dispatcher.draining:
             raise Failure(Outcome.DRAINING, "The proxy is shutting down. Try again.", retry_after_s=1.0)
-        if http.headers.get("content-encoding", "identity").lower() != "identity":
-            message = "Request bodies must not be compressed: send this one without Content-Encoding."
-            accepted = {"Accept-Encoding": "identity"}
-            raise Failure(Outcome.BAD_REQUEST, message, status=415, param="content-encoding", headers=accepted)
+        if not head.kept:
+            if http.headers.get("content-encoding", "identity").lower() != "identity":
+                message = "Request bodies must not be compressed: send this one without Content-Encoding."
+                accepted = {"Accept-Encoding": "identity"}
+                raise Failure(Outcome.BAD_REQUEST, message, status=415, param="content-encoding", headers=accepted)
+            if tenant.expires is None and keep_facts(http, head):
+                head.kept, head.forwarded = True, {}
         body = await read_body(http, rules.config.body_bytes_max, rules.config.clients, context.buffered)
         record.body_bytes = len(body)
         context.parsed = await rules.read(context.route, http, body)
@@ -232,9 +239,10 @@ class RequestHandler:
         tenant, rules = context.tenant, context.rules
         try:
             if asked is None or tenant.allows(asked):
-                no_backend_wait_s = min(
-                    rules.config.queue.no_backend_wait_s, rules.identity.max_wait_s(context.http.headers)
-                )
+                head = context.head
+                if head.max_wait_s is None:
+                    head.max_wait_s = rules.identity.max_wait_s(context.http.headers)
+                no_backend_wait_s = min(rules.config.queue.no_backend_wait_s, head.max_wait_s)
                 # A conversation stays with one model of an alias: only that model's replicas have cached the prefix.
                 key, previous = context.session or context.record.request_id, context.previous
                 beside = None if previous is None else previous.backend

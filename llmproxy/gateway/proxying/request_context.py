@@ -10,7 +10,6 @@ from aiohttp import web
 from llmproxy.core.backends.catalogue import Target
 from llmproxy.core.domain import Outcome, Request
 from llmproxy.core.estimates.tokens import Estimator
-from llmproxy.gateway.http.client_address import Client
 from llmproxy.gateway.http.routes import Route, Work
 from llmproxy.gateway.proxying.answers import CapturedAnswer
 from llmproxy.gateway.proxying.call import Call
@@ -20,6 +19,7 @@ from llmproxy.gateway.proxying.split.stages import Handover
 from llmproxy.gateway.proxying.stored import Previous
 from llmproxy.gateway.request.auth import NO_TENANT, Tenant
 from llmproxy.gateway.request.body_budget import BufferedBody
+from llmproxy.gateway.request.head_facts import HeadFacts
 from llmproxy.gateway.request.parsed_body import ParsedBody
 from llmproxy.gateway.request.prefix_hash import BLOCK_BYTES, ID_BYTES
 from llmproxy.observe.exit import ATTEMPTS_MAX, RequestExit
@@ -43,7 +43,7 @@ class RequestContext:
     rules: Rules
     route: Route
     http: web.BaseRequest
-    sender: Client
+    head: HeadFacts
     client: ResponseWriter
     # The proxy's own header fields for the answer.
     extra: dict[str, str]
@@ -133,8 +133,15 @@ def make_request(
     """Returns the request for the scheduler, and adds its class and its size to the record."""
     record, facts, identity = context.record, parsed.facts, context.rules.identity
     assert record.arrived_s is not None
-    identity.classify(record, context.http.headers, context.trusted, target.requested, target.model, context.tenant)
-    level, flow, max_wait_s = record.level, record.flow, record.max_wait_s
+    head, names = context.head, (target.requested, target.model)
+    if head.standing is not None and head.standing_for == names:
+        level, flow, max_wait_s, record.weight, record.slo, record.unknown_objective = head.standing
+        record.level, record.flow, record.max_wait_s = level, flow, max_wait_s
+    else:
+        identity.classify(record, context.http.headers, context.trusted, *names, context.tenant)
+        level, flow, max_wait_s = record.level, record.flow, record.max_wait_s
+        head.standing_for = names
+        head.standing = level, flow, max_wait_s, record.weight, record.slo, record.unknown_objective
     assert level is not None
     assert flow is not None
     assert max_wait_s is not None

@@ -34,6 +34,8 @@ class Tenant:
     salt: bytes | None = field(default=None, repr=False)
     # The name of the key, never the key itself.
     key: str | None = field(default=None, compare=False)
+    # The end of the key; None if it never ends.
+    expires: datetime | None = field(default=None, compare=False)
 
     def cache_salt(self, own: str | None) -> str | None:
         """Returns the `cache_salt` that replaces `own`, the client's salt. None if the tenant has no secret.
@@ -59,7 +61,6 @@ NO_TENANT = Tenant()
 class _Key:
     digest: bytes
     tenant: Tenant
-    expires: datetime | None = None
 
 
 def _utc_now() -> datetime:
@@ -81,7 +82,7 @@ class Keys:
         for entry in config.tenants:
             tenant = _tenant(config, entry)
             self._keys += [
-                _Key(key_digest(key.hash), replace(tenant, key=name), key.expires)
+                _Key(key_digest(key.hash), replace(tenant, key=name, expires=key.expires))
                 for key, name in zip(entry.keys, entry.key_names(), strict=True)
             ]
 
@@ -97,9 +98,10 @@ class Keys:
         found = [known for known in self._keys if compare_digest(digest, known.digest)]
         if not found:
             _refuse("Missing or wrong API key: send a key that this proxy accepts as `Authorization: Bearer KEY`.")
-        if found[0].expires is not None and self._wall_clock() >= found[0].expires:
+        tenant = found[0].tenant
+        if tenant.expires is not None and self._wall_clock() >= tenant.expires:
             _refuse("This API key has expired.")
-        return found[0].tenant
+        return tenant
 
 
 def presented_digest(headers: Mapping[str, str]) -> bytes:

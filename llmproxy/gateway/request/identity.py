@@ -94,12 +94,13 @@ class Identity:
         trusted: bool = False,
         trace: TraceContext | None = None,
         span_id: str = "",
+        forwarded: dict[bool, Headers] | None = None,
     ) -> Headers:
         """Returns the header fields for `backend`: with the backend's key, without privileged fields of a client that
         is not trusted.
 
         With a `trace`, `span_id` is the parent of the backend's spans. Without one, the client's trace fields are
-        forwarded.
+        forwarded. `forwarded` has the fields of earlier calls with an equal head.
         """
         key = backend.api_key or self._backend_key
         withheld = frozenset() if trusted else self._privileged
@@ -109,6 +110,7 @@ class Identity:
             withheld=withheld if trace is None else withheld | trace.replaced,
             authorization=f"Bearer {key}" if key else None,
             keep_credentials=self._keeps_credentials,
+            forwarded=forwarded if trace is None else None,
         )
         if trace is not None:
             headers.append(("traceparent", trace.traceparent(span_id)))
