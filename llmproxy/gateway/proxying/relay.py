@@ -18,7 +18,8 @@ from llmproxy.core.retry import Cause
 from llmproxy.gateway.http.errors import error_event
 from llmproxy.gateway.http.headers import to_client
 from llmproxy.gateway.http.routes import Dialect
-from llmproxy.gateway.proxying.call import Answer, AttemptTimer, Call
+from llmproxy.gateway.proxying.call import Answer, Call
+from llmproxy.gateway.proxying.deadlines import AttemptTimer, Deadlines
 from llmproxy.gateway.proxying.error_words import answer_cause, event_cause
 from llmproxy.gateway.proxying.response_writer import ResponseWriter, within
 from llmproxy.gateway.proxying.split.prefill import take_prefill
@@ -60,13 +61,15 @@ class Relay:
     def __init__(self, upstream: Upstream, timeouts: TimeoutsConfig) -> None:
         self._upstream = upstream
         self._timeouts = timeouts
+        self._deadlines = Deadlines()
 
     async def attempt(self, attempt: Attempt, lease: Lease, base_url: str, call: Call, client: ResponseWriter) -> None:
         """Send `call` to one backend and relay the answer. Sets the result in `attempt`, verdict and usage in `lease`.
 
         Raises nothing for a failure of the backend. Raises OSError when the client is gone.
         """
-        timer = AttemptTimer(self._timeouts, call.stream or call.connector is not None, prefill_limit_s(lease.grant))
+        streams = call.stream or call.connector is not None
+        timer = AttemptTimer(self._deadlines, self._timeouts, streams, prefill_limit_s(lease.grant))
         exchanging = self._exchange(attempt, timer, lease, base_url, call, client)
         try:
             if call.released and call.connector is not None:
@@ -120,14 +123,13 @@ class Relay:
             )
 
         try:
-            async with asyncio.timeout_at(timer.deadline_s) as scope:
-                timer.scope = scope
+            with timer:
                 lease.on_cut = cut
                 if lease.revoked or lease.preempted:
                     timer.cut()
                 if call.released and call.connector is None:
                     until_s = timer.now() + DECODE_GRACE_S
-                    await shield_for(opened(), lambda: 0.0 if scope.expired() else until_s - timer.now())
+                    await shield_for(opened(), lambda: 0.0 if timer.expired else until_s - timer.now())
                 else:
                     await opened()
                 assert exchange is not None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from llmproxy.core.lease_events import Committed, Progress, Started
 from llmproxy.gateway.http.headers import Headers, to_client
-from llmproxy.gateway.proxying.call import AttemptTimer, Call
+from llmproxy.gateway.proxying.call import Call
+from llmproxy.gateway.proxying.deadlines import AttemptTimer
 from llmproxy.gateway.proxying.response_writer import ResponseWriter
 from llmproxy.gateway.proxying.sse import StreamTap
 from llmproxy.scheduling.attempt import Attempt, AttemptState
@@ -42,7 +43,7 @@ class ResponseRelay:
         call.answer_bytes += len(data)
         call.tail = data[-TAIL_BYTES:] if len(data) >= TAIL_BYTES else (call.tail + data)[-TAIL_BYTES:]
         self._client.write(data)
-        self._timer.alive(self._timer.now())
+        self._timer.heard_s = self._timer.now()
 
     async def end(self) -> None:
         """End the answer, and wait until the client has caught up."""
@@ -56,7 +57,7 @@ class ResponseRelay:
 
     def resume(self) -> None:
         # The backend was not silent: the proxy did not read.
-        self._timer.alive(self._timer.now())
+        self._timer.heard_s = self._timer.now()
         self._exchange.resume()
 
 
@@ -99,7 +100,7 @@ class StreamRelay(ResponseRelay):
         if attempt.first_byte_s is not None and gap_s > (attempt.max_gap_s or 0.0):
             attempt.max_gap_s = gap_s
         call.last_byte_s = now
-        timer.alive(now)
+        timer.heard_s = now
         self._forward(self._tap.feed(data), now)
 
     def _buffer(self, data: bytes) -> None:

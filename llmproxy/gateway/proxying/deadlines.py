@@ -1,0 +1,152 @@
+"""The time limits of attempts, which share one timer of the event loop. A timer for each attempt would cost more."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from math import inf
+from types import TracebackType
+
+from llmproxy.config import TimeoutsConfig
+from llmproxy.core.retry import Cause
+from llmproxy.lifecycle.paced import PacedCalls
+
+SWEEP_S = 0.1
+"""The time between two sweeps. An attempt ends less than this time after its limit."""
+
+
+class Deadlines:
+    """Ends the attempts whose time is over, in one sweep every `SWEEP_S`.
+
+    Each attempt is in the group of its next sweep. If bytes have moved its limit, the sweep puts it into a later group.
+    So a chunk only notes when it came.
+    """
+
+    def __init__(self) -> None:
+        # Number of a sweep -> the attempts that it looks at. The sweep is at this number times `SWEEP_S`.
+        self._groups: dict[int, dict[AttemptTimer, None]] = {}
+        self._swept = 0
+        self._next: asyncio.TimerHandle | None = None
+        # Thousands may end in one sweep.
+        self._ending = PacedCalls()
+
+    def add(self, timer: AttemptTimer, look_s: float) -> None:
+        """Look at an attempt in the first sweep after `look_s`."""
+        if self._next is None:
+            self._swept = int(timer.now() // SWEEP_S)
+            self._plan()
+        number = timer.group = max(self._swept, int(look_s // SWEEP_S)) + 1
+        self._groups.setdefault(number, {})[timer] = None
+
+    def remove(self, timer: AttemptTimer) -> None:
+        """Forget an attempt that has ended."""
+        group = self._groups.get(timer.group)
+        if group is not None:
+            group.pop(timer, None)
+            if not group:
+                del self._groups[timer.group]
+
+    def _plan(self) -> None:
+        loop = asyncio.get_running_loop()
+        number = max(self._swept, int(loop.time() // SWEEP_S)) + 1
+        self._next = loop.call_at(number * SWEEP_S, self._sweep, number)
+
+    def _sweep(self, number: int) -> None:
+        for swept in range(self._swept + 1, number + 1):
+            self._swept = swept
+            for timer in self._groups.pop(swept, ()):
+                if timer.limit_s() > swept * SWEEP_S:
+                    self.add(timer, timer.limit_s())
+                else:
+                    self._ending.add(partial(timer.expire, swept * SWEEP_S))
+        self._next = None
+        if self._groups:
+            self._plan()
+
+
+class AttemptTimer:
+    """The time limits of one attempt, as a context manager that raises TimeoutError.
+
+    A stream has a limit for its first token and a limit for silence after it. Every attempt has a total limit.
+    """
+
+    __slots__ = (
+        "_cancelling", "_deadlines", "_end_s", "_first_byte_s", "_first_limit_s", "_streaming", "_task", "_timeouts",
+        "expired", "group", "heard_s", "now",
+    )  # fmt: skip
+
+    def __init__(
+        self, deadlines: Deadlines, timeouts: TimeoutsConfig, streams: bool, first_byte_s: float = inf
+    ) -> None:
+        """`first_byte_s` limits the time to the first byte of this attempt, in addition to the configured limit."""
+        self._deadlines, self._timeouts, self._first_byte_s = deadlines, timeouts, first_byte_s
+        self.now = asyncio.get_running_loop().time
+        # When bytes came last, or the client began to read again.
+        self.heard_s = began_s = self.now()
+        self._end_s = began_s + timeouts.total_s
+        first_byte_s = min(first_byte_s, timeouts.first_byte_s) if streams else inf
+        self._first_limit_s = min(self._end_s, began_s + first_byte_s)
+        self._streaming = self.expired = False
+        self._task: asyncio.Task[object] | None = None
+        self._cancelling = self.group = 0
+
+    def __enter__(self) -> None:
+        task = self._task = asyncio.current_task()
+        assert task is not None
+        self._cancelling = task.cancelling()
+        # Once the answer has begun, silence may end the attempt before this limit.
+        self._deadlines.add(self, min(self._first_limit_s, self.heard_s + self._timeouts.stall_s))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        task, self._task = self._task, None
+        self._deadlines.remove(self)
+        if self.expired and task is not None and task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
+            raise TimeoutError from error
+
+    def limit_s(self) -> float:
+        """When the attempt ends, unless more bytes come."""
+        if self._streaming:
+            return min(self._end_s, self.heard_s + self._timeouts.stall_s)
+        return self._first_limit_s
+
+    def streaming(self, now: float) -> None:
+        """Limit silence from now on: the first token has come."""
+        self._streaming, self.heard_s = True, now
+
+    def expire(self, at_s: float) -> None:
+        """End the attempt, unless it has ended already, or bytes have moved its limit beyond `at_s`."""
+        if self._task is None:
+            return
+        if self.limit_s() > at_s:
+            self._deadlines.add(self, self.limit_s())
+        else:
+            self.cut()
+
+    def cut(self) -> None:
+        """End the attempt now."""
+        if self._task is not None and not self.expired:
+            self.expired = True
+            self._task.cancel()
+
+    @property
+    def cause(self) -> Cause:
+        """The limit that was exceeded."""
+        # The clock cannot tell, because a sweep is later than the limit.
+        if self.limit_s() >= self._end_s:
+            return Cause.OVERRAN
+        return Cause.STALLED if self._streaming else Cause.LATE
+
+    def reason(self) -> str:
+        """The exceeded limit as a sentence for the client."""
+        limits, cause = self._timeouts, self.cause
+        if cause is Cause.OVERRAN:
+            phrase = f"did not finish within {limits.total_s:g} s (timeouts.total_s)"
+        elif cause is Cause.STALLED:
+            phrase = f"was silent for {limits.stall_s:g} s in mid-stream (timeouts.stall_s)"
+        elif self._first_byte_s < limits.first_byte_s:
+            phrase = f"did not compute the prompt within {self._first_byte_s:.0f} s, long after it should have"
+        else:
+            phrase = f"sent no first byte within {limits.first_byte_s:g} s (timeouts.first_byte_s)"
+        return f"The backend {phrase}."
