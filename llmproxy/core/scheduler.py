@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import replace
-from itertools import chain, islice
 from math import inf
 
-from msgspec import Struct
-
+from llmproxy.core import scheduling_pass
 from llmproxy.core.backends.backend import Backend
-from llmproxy.core.backends.view import View, rooms
+from llmproxy.core.backends.view import View
 from llmproxy.core.domain import (
-    DEFAULT,
     AdmissionKind,
     Decision,
     Drop,
@@ -27,7 +23,6 @@ from llmproxy.core.domain import (
     Refused,
     Request,
     Waited,
-    WaitReason,
 )
 from llmproxy.core.estimates.line import FirstToken
 from llmproxy.core.lease_observers import (
@@ -41,12 +36,11 @@ from llmproxy.core.lease_observers import (
     TransferObserver,
 )
 from llmproxy.core.leases import LeaseObserver, Leases
-from llmproxy.core.placement.first_fit import Fit, Limited, Unmatched, first_fit, head, limited, passes_over
-from llmproxy.core.placement.policy import NO_CAPACITY, Placement, could_serve
-from llmproxy.core.placement.staged import as_decode, as_prefill, staged
+from llmproxy.core.placement.policy import NO_CAPACITY, Placement
+from llmproxy.core.placement.staged import as_decode, staged
 from llmproxy.core.policy_registry import Faults
 from llmproxy.core.pool_backends import PoolBackends
-from llmproxy.core.preemption import LOOK_MAX, Preemption
+from llmproxy.core.preemption import Preemption
 from llmproxy.core.queueing.admission import Admission
 from llmproxy.core.queueing.blocked import Key
 from llmproxy.core.queueing.headroom import Headroom
@@ -55,25 +49,12 @@ from llmproxy.core.queueing.occupancy import DrainRate, Occupancy
 from llmproxy.core.queueing.queue import Queued
 from llmproxy.core.queueing.usage_limits import UsageLimits
 from llmproxy.core.queueing.waiting_room import WaitingRoom
+from llmproxy.core.scheduling_pass import Parts, Pass
 from llmproxy.core.settings import Settings
 from llmproxy.core.snapshot import PoolChoices, PoolInspector, PoolSnapshot, Position
 
-PASS_MAX = 64
-"""Maximum number of drops or grants per pass, so that a mass release never blocks the event loop."""
 FAULT_RETRY_S = 1.0
 """Pause of a pool after a policy raised an exception."""
-
-
-class _Pass(Struct):
-    """The state of one `decide` call."""
-
-    now: float
-    views: list[View]
-    decisions: list[Decision]
-    steps: int = 0  # Work done so far, bounded by PASS_MAX.
-    outdated: Sequence[Backend] = ()  # Backends booked last, whose views are refreshed before the next placement.
-    blocked: bool = False  # No backend has room for any request.
-    guaranteed_none: set[int] = set()  # Bands whose requests fit nowhere, even by their minimum share.
 
 
 class Scheduler:
@@ -141,6 +122,17 @@ class Scheduler:
                 FirstTokenObserver(self._first_token),
                 *observers,
             ],
+        )
+        self._parts = Parts(
+            self._room,
+            self._backends,
+            placement,
+            headroom,
+            self._min_shares,
+            self._preemption,
+            limits,
+            self.leases,
+            self._drain,
         )
         self._shed: list[Drop] = []
         self._more = False
@@ -304,26 +296,26 @@ class Scheduler:
         return decided
 
     def _pass(self, now: float) -> None:
-        decisions = self._decided
+        decisions, most = self._decided, scheduling_pass.PASS_MAX
         self._room.deadlines.set_pool_up(self._backends.any_up(), now)
         # Requests beyond their deadline are dropped before any grant.
-        if due := self._room.deadlines.due(now, PASS_MAX):
+        if due := self._room.deadlines.due(now, most):
             decisions += self._expired(due, now)
-            self._more = len(due) == PASS_MAX
+            self._more = len(due) == most
             if self._more:
                 return
         self._room.refresh(now)
-        this = _Pass(now, self._backends.views(now), decisions)
+        this = Pass(self._parts, now, self._backends.views(now), decisions)
         self._placement.begin(this.views)
-        self._grant_all(this)
-        while self._room.blocked.size and this.steps < PASS_MAX and not this.blocked and self._room.readmit(now):
-            self._grant_all(this)
-        self._more = this.steps >= PASS_MAX and bool(self._room)
+        this.grant_all()
+        while self._room.blocked.size and this.steps < most and not this.blocked and self._room.readmit(now):
+            this.grant_all()
+        self._more = this.steps >= most and bool(self._room)
         if self._room.waiting and not self._more:
             for view in this.views:
                 if not view.available:
                     self._backends.by_name[view.backend].missed(now)
-        self._place_changes_s = self._placement.changes_at(now)
+        self._place_changes_s = self._placement.inner.changes_at(now)
 
     def _grant_answers(self, decisions: list[Decision], now: float) -> None:
         """Grants a backend for the decode stage of each prefilled request, before any waiting request.
@@ -354,83 +346,6 @@ class Scheduler:
             except Refused as refused:
                 decisions.append(Drop(request, refused.outcome, refused.retry_after_s or 0.0))
 
-    def _grant_all(self, this: _Pass) -> None:
-        """Grants requests band by band, the highest first, until no backend has a free slot or the maximum number of
-        decisions is reached.
-        """
-        # A blocked request that was readmitted may fit where the others of its band did not.
-        this.guaranteed_none.clear()
-        for level in self._room.order:
-            band = self._room.bands[level]
-            if not band.size and not self._room.blocked.size:
-                continue
-            unmatched = Unmatched()
-            # A readmitted request may belong to a lower band that is owed its minimum share.
-            while band.size or (self._room.blocked.size and self._readmit(level, this)):
-                if this.steps >= PASS_MAX or (self._min_shares.shares and not self._grant_guaranteed(this)):
-                    break
-                if not band.size:
-                    # The last request of the band was granted by the minimum share.
-                    continue
-                granted = self._grant_one(level, self._headroom.ceiling(level, this.now), this, unmatched)
-                if isinstance(granted, NoCapacity):
-                    self._preempt(level, this)
-                    self._set_wait_reason(level, this)
-                    # Lower bands have lower ceilings, so they find no room either.
-                    return
-                if granted is None and not self._readmit(level, this):
-                    self._room.set_wait_reason(
-                        level, WaitReason.LATER if unmatched.later else WaitReason.NO_MATCH, this.now
-                    )
-                    break
-            if this.steps >= PASS_MAX or this.blocked:
-                return
-            if level > DEFAULT and (band.size or self._room.blocked.size):
-                self._preempt(level, this, some_room=True)
-
-    def _set_wait_reason(self, level: int, this: _Pass) -> None:
-        """Records why the band `level` and the lower bands wait."""
-        ceiling, views = self._headroom.ceiling(level, this.now), this.views
-        if not any(view.available for view in views):
-            reason = WaitReason.NO_BACKEND
-        elif True not in rooms(views, 1.0):
-            reason = WaitReason.FULL
-        elif True in rooms(views, ceiling) and not self._headroom.keeps_slot(level, views, this.now):
-            reason = WaitReason.PROMPTS
-        else:
-            reason = WaitReason.CEILING
-        self._room.set_wait_reason(level, reason, this.now)
-        for lower in self._room.levels():
-            if lower < level:
-                self._room.set_wait_reason(lower, WaitReason.HIGHER_BAND, this.now)
-
-    def _grant_guaranteed(self, this: _Pass) -> bool:
-        """Grants requests of bands that have a credit from their minimum share. Returns whether other grants may
-        follow.
-        """
-        while this.steps < PASS_MAX:
-            due = [x for x in self._min_shares.due(self._room.levels()[1:]) if x not in this.guaranteed_none]
-            if not due:
-                return True
-            granted = self._grant_one(due[0], 1.0, this, Unmatched(), guaranteed=True)
-            if isinstance(granted, NoCapacity) and True not in rooms(this.views, 1.0):
-                this.blocked = True
-                return False
-            if not isinstance(granted, Grant):
-                # The objectives of its own streams may also block a band, which is no reason to stop higher bands.
-                this.guaranteed_none.add(due[0])
-        return this.steps < PASS_MAX
-
-    def _readmit(self, level: int, this: _Pass) -> int:
-        """Moves more blocked requests of a band back to their flows, because none of those moved before fitted on a
-        backend. Returns their number.
-        """
-        readmitted = self._room.readmit(this.now, level)
-        this.steps += readmitted
-        if readmitted:
-            this.guaranteed_none.clear()
-        return readmitted
-
     def first_blocked(self) -> Key:
         """Returns (-band, arrival) of the first blocked request whose usage limit is not reached; infinite without
         one.
@@ -448,94 +363,6 @@ class Scheduler:
         times = [part.changes_at(now) for part in (self._backends, self._headroom)]
         times += [self._room.deadlines.next(now), self._place_changes_s]
         return min([time for time in times if time is not None], default=None)
-
-    def _grant_one(
-        self, level: int, ceiling: float, this: _Pass, unmatched: Unmatched, *, guaranteed: bool = False
-    ) -> Grant | NoCapacity | None:
-        """Grants the next request of a band. Returns None if slots are free, but none that an examined request can
-        use.
-        """
-        band = self._room.bands[level]
-        for backend in this.outdated:
-            self._backends.refresh(this.views, backend, this.now)
-        this.outdated = ()
-        kept = not guaranteed and self._headroom.keeps_slot(level, this.views, this.now)
-        views = this.views if guaranteed else self._headroom.views_for(level, this.views, this.now)
-        while True:
-            found: Fit | Limited | NoCapacity | None
-            if kept:
-                found = limited(head(band, this.now), self._limits) or NO_CAPACITY
-            else:
-                # Blocked requests may be readmitted in this pass, and use the room that a higher band declined.
-                patient = len(self._room.waiting) == 1 or not self._room.any_below(level)
-                found = first_fit(
-                    band, self._placement, views, ceiling, self._limits, unmatched, this.now, patient=patient
-                )
-            if not isinstance(found, Limited):
-                break
-            # A usage limit of the request is full, so it leaves the flow until the limit has room.
-            self._room.block(found.queued, found.limit)
-            this.steps += 1
-            if not band.size or this.steps >= PASS_MAX:
-                return None
-        if not isinstance(found, Fit):
-            return found
-        return self._book(found, this, guaranteed)
-
-    def _book(self, found: Fit, this: _Pass, guaranteed: bool) -> Grant:
-        queued, placed, now = found.queued, found.placed, this.now
-        request = queued.request
-        band = self._room.bands[request.band]
-        ahead, left_s = len(self._room.waiting) - 1, self._room.deadlines.own_left_s(queued, now)
-        inverted = ahead > 0 and not guaranteed and self._inverts(placed, request.band, now)
-        standing = band.fairness.standing(request.flow)
-        sizes, flows = self._room.sizes(), band.flows
-        waited = self._room.leave(queued)
-        backend, answers_on = self._backends.by_name[placed.backend], None
-        probe = backend.health.ejected
-        why = GrantReason(sizes, flows, standing, found.passed_over, guaranteed, inverted, waited, probe)
-        if placed.answers_on is not None:
-            request, answers_on = as_prefill(request), self._backends.by_name[placed.answers_on]
-        lease = self.leases.book(request, placed, backend, now, guaranteed=guaranteed, answers_on=answers_on)
-        this.outdated = [backend] if answers_on is None else [backend, answers_on]
-        grant = Grant(lease, request, placed, now, ahead, why, left_s)
-        this.decisions.append(grant)
-        if request.band > DEFAULT and backend.view(now).waiting:
-            # The engine queues the request behind its waiting requests.
-            this.decisions += self._preemption.clear((backend,), now)
-        self._drain.granted(request, now)
-        this.steps += 1
-        return grant
-
-    def _inverts(self, placed: Placed, level: int, now: float) -> bool:
-        """Returns whether a grant to band `level` takes a slot that a waiting request of a higher band could use."""
-        backend = placed.answers_on or placed.backend
-        room = self._room
-        above = [one for one in room.order if one > level and room.bands[one].size and self._room_on(backend, one, now)]
-        if not above:
-            return False
-        view = self._backends.by_name[backend].view(now)
-        return passes_over(map(room.bands.__getitem__, above), view, self._limits)
-
-    def _preempt(self, level: int, this: _Pass, *, some_room: bool = False) -> None:
-        """Preempts leases for requests of a band that find no slot.
-
-        `some_room`: some backends have free slots; requests that these backends can serve need no preemption.
-        """
-        if level <= DEFAULT or not self._preemption.open:
-            return
-        ready: Sequence[View] = ()
-        if some_room:
-            seen = self._headroom.views_for(level, this.views, this.now)
-            ready = self._placement.ready(seen, level, self._headroom.ceiling(level, this.now), this.now)
-        with closing(self._room.bands[level].heads()) as heads:
-            waiting = (
-                one
-                for one in chain(islice(heads, LOOK_MAX), self._room.blocked.at_backends(level))
-                if limited(one, self._limits) is None
-                and not any(could_serve(one.request, one.excluded, view) for view in ready)
-            )
-            this.decisions += self._preemption.choose(waiting, this.now)
 
     def _room_on(self, name: str, level: int, now: float) -> int:
         """Returns how many more requests of band `level` fit on a backend."""
@@ -560,7 +387,8 @@ class Scheduler:
     def work_s(self, now: float) -> float | None:
         """Returns the seconds of work of all waiting requests; None if the placement cannot estimate it."""
         room = self._room
-        return self._placement.work_s(len(room), room.prompt_tokens, room.output_tokens, self._backends.views(now))
+        views = self._backends.views(now)
+        return self._placement.inner.work_s(len(room), room.prompt_tokens, room.output_tokens, views)
 
     def snapshot(self, now: float, flows_max: int) -> PoolSnapshot:
         """Returns the waiting requests and the free slots of the backends, with at most `flows_max` flows."""
@@ -580,11 +408,11 @@ class Scheduler:
 
     def choices(self, now: float) -> PoolChoices:
         """Returns the last placements, with the prices of the backends that were not chosen."""
-        return PoolChoices(self.pool, tuple(self._placement.explained())[::-1], self.learned(now))
+        return PoolChoices(self.pool, tuple(self._placement.inner.explained())[::-1], self.learned(now))
 
     def learned(self, now: float) -> Learned | None:
         """Returns the speed of the pool as the placement learned it; None if the placement does not learn."""
-        return self._placement.learned(self._backends.by_name, now)
+        return self._placement.inner.learned(self._backends.by_name, now)
 
     def blocked(self) -> dict[tuple[int, str], int]:
         """Returns the number of blocked requests per (band, usage limit or backend)."""

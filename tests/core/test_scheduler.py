@@ -8,7 +8,7 @@ from random import Random
 import pytest
 from msgspec.structs import replace
 
-from llmproxy.core import scheduler
+from llmproxy.core import scheduling_pass
 from llmproxy.core.domain import (
     CRITICAL,
     DEFAULT,
@@ -145,7 +145,7 @@ def test_a_grant_says_why_and_how_many_were_passed() -> None:
 
 
 def test_a_pass_is_capped_and_asks_to_be_woken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "PASS_MAX", 5)
+    monkeypatch.setattr(scheduling_pass, "PASS_MAX", 5)
     one = pools({"a": 100})
     submit(one, *(request() for _ in range(12)))
     sizes = []
@@ -157,7 +157,7 @@ def test_a_pass_is_capped_and_asks_to_be_woken_at_once(monkeypatch: pytest.Monke
 
 
 def test_a_mass_expiry_is_capped_too_and_grants_wait_for_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "PASS_MAX", 5)
+    monkeypatch.setattr(scheduling_pass, "PASS_MAX", 5)
     one = pools({"a": 100})
     submit(one, *(request(deadline_s=5.0) for _ in range(7)), request(band=CRITICAL))
     assert [type(decision) for decision in one.decide(5.0)] == [Drop] * 5

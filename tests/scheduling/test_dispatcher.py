@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-from llmproxy.core import scheduler
+from llmproxy.core import scheduling_pass
 from llmproxy.core.domain import CRITICAL, SHEDDABLE, AdmissionKind, Outcome, Reading, Refused, Trouble, Usage, Verdict
 from llmproxy.core.lease_events import Progress, Started
 from llmproxy.core.placement.policy import make
@@ -160,12 +160,12 @@ async def test_a_mass_release_is_spread_over_turns() -> None:
     passes = Passes()
     one = dispatcher(passes, a=1000)
     one.troubled("a", Trouble.UNHEALTHY, "503")
-    clients = [Client(one) for _ in range(3 * scheduler.PASS_MAX)]
+    clients = [Client(one) for _ in range(3 * scheduling_pass.PASS_MAX)]
     await turns()
     assert one.leases == 0
     one.answered("a")
     await asyncio.sleep(0)
-    assert one.leases == scheduler.PASS_MAX
+    assert one.leases == scheduling_pass.PASS_MAX
     await turns()
     assert one.leases == len(clients)
     assert now() == 0.0

@@ -151,24 +151,23 @@ class OutlierDetection:
 
     def _first_byte(self, lease: int, stream: StreamSpan, now: float) -> None:
         backend = stream.backend
-        since_s, prompts_s = backend.last_byte_s, self._prefill.at(backend.unstarted_tokens)
+        since_s = backend.last_byte_s
         backend.unseen.pop(lease, None)
         backend.last_byte_s = stream.last_byte_s = now
         backend.started[lease] = stream
-        if self._remove_unstarted(lease, stream, now):
+        if lease in backend.unstarted:
+            prompts_s = self._prefill.at(backend.unstarted_tokens)
+            self._remove_unstarted(lease, stream, now)
             backend.computed_tokens += stream.own_tokens
             backend.pending_loads.first_byte(lease, since_s, prompts_s, now)
 
-    def _remove_unstarted(self, lease: int, stream: StreamSpan, now: float) -> bool:
-        """Removes a stream from the streams without a first byte. Returns whether it was among them."""
+    def _remove_unstarted(self, lease: int, stream: StreamSpan, now: float) -> None:
+        """Removes a stream from the streams without a first byte."""
         backend = stream.backend
-        if lease not in backend.unstarted:
-            return False
         backend.prompts_s, backend.prompts_until_s = self._prompts_s(backend, now), now
         del backend.unstarted[lease]
         backend.unstarted_tokens -= stream.own_tokens
         backend.unstarted_tokens_max -= stream.prompt_tokens
-        return True
 
     def _prompts_s(self, backend: BackendStreams, now: float) -> float:
         """Returns the seconds that prefills may have taken on a backend so far."""
@@ -176,7 +175,7 @@ class OutlierDetection:
         if not backend.unstarted:
             return backend.prompts_s
         # The prefix may not be cached, and any of the prompts may be in prefill now.
-        longest = max(stream.prompt_tokens for stream in backend.unstarted.values())
+        longest = max([stream.prompt_tokens for stream in backend.unstarted.values()])
         at_most_s = PROMPT_LATE * longest * self._prefill.slope
         at_most_s += backend.pending_loads.explained_s(backend.prompts_until_s)
         return backend.prompts_s + min(max(0.0, now - backend.prompts_until_s), at_most_s)
@@ -294,7 +293,8 @@ class OutlierDetection:
                 self._observed(stream, tokens, sequences, None, stream.last_byte_s)
             return
         backend.started.pop(lease, None)
-        self._remove_unstarted(lease, stream, now)
+        if lease in backend.unstarted:
+            self._remove_unstarted(lease, stream, now)
         loads.ended(lease, now)
         if stream.adapter is not None and not backend.uses(stream.adapter):
             # Later requests of the adapter may find it evicted.

@@ -35,17 +35,17 @@ class LearnedLine:
         self._jitter, self._steep = jitter, steep
         self._n = self._x = self._xx = self._y = self._xy = 0.0
         self.base, self.slope = base, slope
-        self.seen = 0
+        # The two points of the guess do not count.
+        self.seen = -2
         for x in (0.0, scale):
-            self._learn(x, base + slope * x, GUESS_WEIGHT)
+            self.learn(x, base + slope * x, GUESS_WEIGHT)
 
-    def learn(self, x: float, y: float) -> None:
+    def learn(self, x: float, y: float, weight: float = 1.0) -> None:
         self.seen += 1
+        expected = self._jitter + (self.base + self.slope * x)
         # A single outlier has another cause than speed. Many of them still move the line.
-        self._learn(x, min(y, OUTLIER * (self._jitter + self.at(x))), 1.0)
-
-    def _learn(self, x: float, y: float, weight: float) -> None:
-        weight /= (self._jitter + self.at(x)) ** 2
+        y = min(y, OUTLIER * expected)
+        weight /= expected**2
         self._n = n = KEEP * self._n + weight
         self._x = x_sum = KEEP * self._x + weight * x
         self._xx = xx = KEEP * self._xx + weight * x * x

@@ -94,7 +94,7 @@ class _WeightedRatio:
     def learn(self, line: LearnedLine, x: float, took: float) -> None:
         before = line.base * self._count + line.slope * self._x
         # The error relative to the previous ratio. The first ratio is 1, so one observation proves nothing.
-        error = took - line.at(x) * (self._took / before if before else 1.0)
+        error = took - (line.base + line.slope * x) * (self._took / before if before else 1.0)
         self._count = self._keep * self._count + 1.0
         self._x = self._keep * self._x + x
         self._took = self._keep * self._took + took

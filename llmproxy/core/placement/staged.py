@@ -6,14 +6,12 @@ pools a splittable request is priced twice: on the cheapest backend as a whole, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from msgspec.structs import replace
 
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import (
-    Explained,
-    Learned,
     NoCapacity,
     NoMatch,
     Placed,
@@ -63,7 +61,7 @@ def staged(placement: Placement, settings: Disaggregation) -> StagedPlacement:
 
 
 class StagedPlacement(Placement):
-    """Places whole requests and stages by another placement, `inner`.
+    """Places whole requests and stages by another placement, `inner`. Only `inner` has prices and learned speeds.
 
     Whole requests and decode stages avoid backends of role `prefill` while another backend of their model is available.
     `settings.splitting` decides which requests are split:
@@ -184,24 +182,5 @@ class StagedPlacement(Placement):
         self._failures.pop(backend, None)
         self._paused_until_s.pop(backend, None)
 
-    # --- forwarded to the other placement -----------------------------------------------------------------------------
-
-    def quote(
-        self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
-    ) -> Quote | None:
-        return self.inner.quote(request, views, ceiling, excluded, now)
-
     def ready(self, views: Sequence[View], band: int, ceiling: float, now: float) -> list[View]:
         return self.inner.ready(views, band, ceiling, now)
-
-    def changes_at(self, now: float) -> float | None:
-        return self.inner.changes_at(now)
-
-    def work_s(self, requests: int, prompt_tokens: int, output_tokens: int, views: Sequence[View]) -> float | None:
-        return self.inner.work_s(requests, prompt_tokens, output_tokens, views)
-
-    def explained(self) -> Sequence[Explained]:
-        return self.inner.explained()
-
-    def learned(self, backends: Iterable[str], now: float) -> Learned | None:
-        return self.inner.learned(backends, now)

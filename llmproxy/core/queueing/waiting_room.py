@@ -48,7 +48,7 @@ class WaitingRoom:
         drain: DrainRate,
     ) -> None:
         self._settings = settings
-        self._room_on = room_on
+        self.room_on = room_on
         self._faults = faults
         self._occupancy = occupancy
         self._limits = limits
@@ -218,7 +218,7 @@ class WaitingRoom:
 
     def _free(self, line: str, band: int, now: float) -> int:
         if line.startswith(OF_BACKEND):
-            return self._room_on(line.removeprefix(OF_BACKEND), band, now)
+            return self.room_on(line.removeprefix(OF_BACKEND), band, now)
         return self._limits.free(line)
 
     def _take_out(self, queued: Queued) -> None:

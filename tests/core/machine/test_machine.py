@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 )
 from msgspec import structs
 
-from llmproxy.core import scheduler
+from llmproxy.core import scheduling_pass
 from llmproxy.core.backends.backend import Backend
 from llmproxy.core.domain import Listing, ModelCard, NoCapacity, Reading, Request, Trouble, Verdict
 from llmproxy.core.placement.policy import presets
@@ -32,6 +32,7 @@ from llmproxy.core.queueing.fairness import fcfs, policies
 from llmproxy.core.queueing.ordering import orderings
 from llmproxy.core.queueing.waiting_room import WaitingRoom
 from llmproxy.core.scheduler import Scheduler
+from llmproxy.core.scheduling_pass import Pass
 from tests import ROOT
 from tests.core.machine import fleets
 from tests.core.machine.random_events import random_walk
@@ -57,7 +58,7 @@ class Machine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         # A small cap, so that capped passes are met too.
-        self._capped = patch.object(scheduler, "PASS_MAX", 4)
+        self._capped = patch.object(scheduling_pass, "PASS_MAX", 4)
         self._capped.start()
 
     @initialize(
@@ -233,13 +234,13 @@ Mutation = Callable[[pytest.MonkeyPatch], None]
 
 
 def blocked_band_lets_the_lower_one_go_on(patching: pytest.MonkeyPatch) -> None:
-    strict = Scheduler._grant_one
+    strict = Pass._grant_one
 
-    def lax(self: Scheduler, *arguments: Any, **more: Any) -> Any:
+    def lax(self: Pass, *arguments: Any, **more: Any) -> Any:
         granted = strict(self, *arguments, **more)
         return None if isinstance(granted, NoCapacity) else granted
 
-    patching.setattr(Scheduler, "_grant_one", lax)
+    patching.setattr(Pass, "_grant_one", lax)
     # While ceilings fall with priority, the band below finds no room either; here it would.
     patching.setattr(Machine, "only_ceilings", fleets.RISING_CEILINGS)
     # And on a batch of some size it has room for long.

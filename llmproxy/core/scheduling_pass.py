@@ -1,0 +1,219 @@
+"""A scheduling pass over one pool: chooses requests and backends, band by band."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from itertools import chain, islice
+
+from msgspec import Struct
+
+from llmproxy.core.backends.backend import Backend
+from llmproxy.core.backends.view import View, rooms
+from llmproxy.core.domain import DEFAULT, Decision, Grant, GrantReason, NoCapacity, Placed, WaitReason
+from llmproxy.core.leases import Leases
+from llmproxy.core.placement.first_fit import Fit, Limited, Unmatched, first_fit, head, limited, passes_over
+from llmproxy.core.placement.policy import NO_CAPACITY, could_serve
+from llmproxy.core.placement.staged import StagedPlacement, as_prefill
+from llmproxy.core.pool_backends import PoolBackends
+from llmproxy.core.preemption import LOOK_MAX, Preemption
+from llmproxy.core.queueing.headroom import Headroom
+from llmproxy.core.queueing.min_share import MinShares
+from llmproxy.core.queueing.occupancy import DrainRate
+from llmproxy.core.queueing.usage_limits import UsageLimits
+from llmproxy.core.queueing.waiting_room import WaitingRoom
+
+PASS_MAX = 64
+"""Maximum number of drops or grants per pass, so that a mass release never blocks the event loop."""
+
+
+class Parts(Struct, frozen=True):
+    """The parts of a pool that a pass uses."""
+
+    room: WaitingRoom
+    backends: PoolBackends
+    placement: StagedPlacement
+    headroom: Headroom
+    min_shares: MinShares
+    preemption: Preemption
+    limits: UsageLimits
+    leases: Leases
+    drain: DrainRate
+
+
+class Pass(Struct):
+    """The state of one pass."""
+
+    parts: Parts
+    now: float
+    views: list[View]
+    decisions: list[Decision]
+    steps: int = 0  # Work done so far, bounded by PASS_MAX.
+    outdated: Sequence[Backend] = ()  # Backends booked last, whose views are refreshed before the next placement.
+    blocked: bool = False  # No backend has room for any request.
+    guaranteed_none: set[int] = set()  # Bands whose requests fit nowhere, even by their minimum share.
+
+    def grant_all(self) -> None:
+        """Grants requests band by band, the highest first, until no backend has a free slot or the maximum number of
+        decisions is reached.
+        """
+        # A blocked request that was readmitted may fit where the others of its band did not.
+        self.guaranteed_none.clear()
+        for level in self.parts.room.order:
+            band = self.parts.room.bands[level]
+            if not band.size and not self.parts.room.blocked.size:
+                continue
+            unmatched = Unmatched()
+            # A readmitted request may belong to a lower band that is owed its minimum share.
+            while band.size or (self.parts.room.blocked.size and self._readmit(level)):
+                if self.steps >= PASS_MAX or (self.parts.min_shares.shares and not self._grant_guaranteed()):
+                    break
+                if not band.size:
+                    # The last request of the band was granted by the minimum share.
+                    continue
+                granted = self._grant_one(level, self.parts.headroom.ceiling(level, self.now), unmatched)
+                if isinstance(granted, NoCapacity):
+                    self._preempt(level)
+                    self._set_wait_reason(level)
+                    # Lower bands have lower ceilings, so they find no room either.
+                    return
+                if granted is None and not self._readmit(level):
+                    self.parts.room.set_wait_reason(
+                        level, WaitReason.LATER if unmatched.later else WaitReason.NO_MATCH, self.now
+                    )
+                    break
+            if self.steps >= PASS_MAX or self.blocked:
+                return
+            if level > DEFAULT and (band.size or self.parts.room.blocked.size):
+                self._preempt(level, some_room=True)
+
+    def _set_wait_reason(self, level: int) -> None:
+        """Records why the band `level` and the lower bands wait."""
+        ceiling, views = self.parts.headroom.ceiling(level, self.now), self.views
+        if not any(view.available for view in views):
+            reason = WaitReason.NO_BACKEND
+        elif True not in rooms(views, 1.0):
+            reason = WaitReason.FULL
+        elif True in rooms(views, ceiling) and not self.parts.headroom.keeps_slot(level, views, self.now):
+            reason = WaitReason.PROMPTS
+        else:
+            reason = WaitReason.CEILING
+        self.parts.room.set_wait_reason(level, reason, self.now)
+        for lower in self.parts.room.levels():
+            if lower < level:
+                self.parts.room.set_wait_reason(lower, WaitReason.HIGHER_BAND, self.now)
+
+    def _grant_guaranteed(self) -> bool:
+        """Grants requests of bands that have a credit from their minimum share. Returns whether other grants may
+        follow.
+        """
+        while self.steps < PASS_MAX:
+            due = [x for x in self.parts.min_shares.due(self.parts.room.levels()[1:]) if x not in self.guaranteed_none]
+            if not due:
+                return True
+            granted = self._grant_one(due[0], 1.0, Unmatched(), guaranteed=True)
+            if isinstance(granted, NoCapacity) and True not in rooms(self.views, 1.0):
+                self.blocked = True
+                return False
+            if not isinstance(granted, Grant):
+                # The objectives of its own streams may also block a band, which is no reason to stop higher bands.
+                self.guaranteed_none.add(due[0])
+        return self.steps < PASS_MAX
+
+    def _readmit(self, level: int) -> int:
+        """Moves more blocked requests of a band back to their flows, because none of those moved before fitted on a
+        backend. Returns their number.
+        """
+        readmitted = self.parts.room.readmit(self.now, level)
+        self.steps += readmitted
+        if readmitted:
+            self.guaranteed_none.clear()
+        return readmitted
+
+    def _grant_one(
+        self, level: int, ceiling: float, unmatched: Unmatched, *, guaranteed: bool = False
+    ) -> Grant | NoCapacity | None:
+        """Grants the next request of a band. Returns None if slots are free, but none that an examined request can
+        use.
+        """
+        band = self.parts.room.bands[level]
+        for backend in self.outdated:
+            self.parts.backends.refresh(self.views, backend, self.now)
+        self.outdated = ()
+        kept = not guaranteed and self.parts.headroom.keeps_slot(level, self.views, self.now)
+        views = self.views if guaranteed else self.parts.headroom.views_for(level, self.views, self.now)
+        while True:
+            found: Fit | Limited | NoCapacity | None
+            if kept:
+                found = limited(head(band, self.now), self.parts.limits) or NO_CAPACITY
+            else:
+                # Blocked requests may be readmitted in this pass, and use the room that a higher band declined.
+                patient = len(self.parts.room.waiting) == 1 or not self.parts.room.any_below(level)
+                found = first_fit(
+                    band, self.parts.placement, views, ceiling, self.parts.limits, unmatched, self.now, patient=patient
+                )
+            if not isinstance(found, Limited):
+                break
+            # A usage limit of the request is full, so it leaves the flow until the limit has room.
+            self.parts.room.block(found.queued, found.limit)
+            self.steps += 1
+            if not band.size or self.steps >= PASS_MAX:
+                return None
+        if not isinstance(found, Fit):
+            return found
+        return self._book(found, guaranteed)
+
+    def _book(self, found: Fit, guaranteed: bool) -> Grant:
+        queued, placed, now = found.queued, found.placed, self.now
+        request = queued.request
+        band = self.parts.room.bands[request.band]
+        ahead, left_s = len(self.parts.room.waiting) - 1, self.parts.room.deadlines.own_left_s(queued, now)
+        inverted = ahead > 0 and not guaranteed and self._inverts(placed, request.band, now)
+        standing = band.fairness.standing(request.flow)
+        sizes, flows = self.parts.room.sizes(), band.flows
+        waited = self.parts.room.leave(queued)
+        backend, answers_on = self.parts.backends.by_name[placed.backend], None
+        probe = backend.health.ejected
+        why = GrantReason(sizes, flows, standing, found.passed_over, guaranteed, inverted, waited, probe)
+        if placed.answers_on is not None:
+            request, answers_on = as_prefill(request), self.parts.backends.by_name[placed.answers_on]
+        lease = self.parts.leases.book(request, placed, backend, now, guaranteed=guaranteed, answers_on=answers_on)
+        self.outdated = [backend] if answers_on is None else [backend, answers_on]
+        grant = Grant(lease, request, placed, now, ahead, why, left_s)
+        self.decisions.append(grant)
+        if request.band > DEFAULT and backend.view(now).waiting:
+            # The engine queues the request behind its waiting requests.
+            self.decisions += self.parts.preemption.clear((backend,), now)
+        self.parts.drain.granted(request, now)
+        self.steps += 1
+        return grant
+
+    def _inverts(self, placed: Placed, level: int, now: float) -> bool:
+        """Returns whether a grant to band `level` takes a slot that a waiting request of a higher band could use."""
+        backend = placed.answers_on or placed.backend
+        room = self.parts.room
+        above = [one for one in room.order if one > level and room.bands[one].size and room.room_on(backend, one, now)]
+        if not above:
+            return False
+        view = self.parts.backends.by_name[backend].view(now)
+        return passes_over(map(room.bands.__getitem__, above), view, self.parts.limits)
+
+    def _preempt(self, level: int, *, some_room: bool = False) -> None:
+        """Preempts leases for requests of a band that find no slot.
+
+        `some_room`: some backends have free slots; requests that these backends can serve need no preemption.
+        """
+        if level <= DEFAULT or not self.parts.preemption.open:
+            return
+        ready: Sequence[View] = ()
+        if some_room:
+            seen = self.parts.headroom.views_for(level, self.views, self.now)
+            ready = self.parts.placement.ready(seen, level, self.parts.headroom.ceiling(level, self.now), self.now)
+        with closing(self.parts.room.bands[level].heads()) as heads:
+            waiting = (
+                one
+                for one in chain(islice(heads, LOOK_MAX), self.parts.room.blocked.at_backends(level))
+                if limited(one, self.parts.limits) is None
+                and not any(could_serve(one.request, one.excluded, view) for view in ready)
+            )
+            self.decisions += self.parts.preemption.choose(waiting, self.now)
