@@ -12,7 +12,7 @@ from aiohttp import web
 from llmproxy.core.domain import Outcome
 from llmproxy.gateway.http.client_address import Client
 from llmproxy.gateway.http.client_limits import ClientLimits
-from llmproxy.gateway.http.connection import kept_facts
+from llmproxy.gateway.http.client_request import ClientRequest
 from llmproxy.gateway.http.errors import INTERNAL_MESSAGE, Failure, nothing_at
 from llmproxy.gateway.http.routes import MODELS, PING, SCHEDULED, STORED_RESPONSES, error_dialect, is_administrative
 from llmproxy.gateway.http.strictness import asks_for_websocket, no_websocket
@@ -81,7 +81,7 @@ class Router:
 
     async def _answer(self, request: web.BaseRequest, checked: bool) -> web.StreamResponse:
         rules = self._rulebook.current
-        head = kept_facts(request)
+        head = request.facts if isinstance(request, ClientRequest) else None
         path = head.path if isinstance(head, HeadFacts) else _path(request)
         try:
             if isinstance(head, HeadFacts) and head.rules is rules:

@@ -1,8 +1,8 @@
 """A connection of a client: its limits, and the refusal of anything but well-formed HTTP/1.
 
 The server of aiohttp answers unparsable bytes in plain text, repeats them in answer and log, and never ends a request
-with a broken body. This is the only file that uses internals of that server, and `tests/strictness` checks their
-behaviour.
+with a broken body. Only this file and `client_request` use internals of that server, and `tests/strictness` checks
+their behaviour.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from aiohttp.web_protocol import _ErrInfo
 from llmproxy.config import ClientsConfig
 from llmproxy.core.domain import Outcome
 from llmproxy.gateway.http.client_limits import ClientLimits
+from llmproxy.gateway.http.client_request import ChunkedRequest, ClientRequest, SentResponse
 from llmproxy.gateway.http.errors import Failure
 from llmproxy.gateway.http.headers import SERVER
 from llmproxy.gateway.http.kept_head import KeptHead
@@ -69,23 +70,6 @@ class PausableWriter(Protocol):
 
     def resume_writing(self) -> None:
         """Called when the client has read the buffered bytes."""
-
-
-class SentResponse(web.StreamResponse):
-    """An answer that was sent without the server library. The library gets this object and has nothing left to send."""
-
-    prepared = True
-    keep_alive: bool | None = True
-    """Whether the connection may serve another request."""
-
-    def force_close(self) -> None:
-        self.keep_alive = False
-
-    async def prepare(self, _request: web.BaseRequest) -> AbstractStreamWriter | None:
-        return None
-
-    async def write_eof(self, _data: bytes = b"") -> None:
-        return None
 
 
 class ClientConnection(web.RequestHandler):
@@ -222,6 +206,14 @@ class ClientConnection(web.RequestHandler):
         if self._reading_paused:
             super().resume_reading(resume_parser)
 
+    def keep_head(self, message: RawRequestMessage, facts: object) -> bool:
+        """Keeps facts about a head. Returns False for the first request of the connection, because many clients send
+        only one, and for a head that is not suitable.
+        """
+        if self._request_count > 1:
+            self.kept_head = KeptHead.of(message, self._limits.head_bytes_max, facts)
+        return self.kept_head is not None
+
     def ended_without_trailer(self, body: StreamReader) -> bool:
         """Whether a chunked body has ended without a trailer, and nothing was read after it."""
         return body.is_eof() and not self._messages and not self._upgraded and self._latest == LAST_CHUNK
@@ -318,39 +310,6 @@ class ClientConnection(web.RequestHandler):
         return await super().finish_response(request, resp, start_time)
 
 
-def arrived_body(request: web.BaseRequest) -> bytes | None:
-    """Takes the body of a request if all of it has arrived. Returns None otherwise, or if the body is broken.
-
-    Most bodies arrive with their head, and the reader of the server library would take ten calls for them.
-    """
-    content = request._payload
-    if content is EMPTY_PAYLOAD:
-        return b""
-    if not content._eof or content._exception is not None or content._buffer_offset:
-        return None
-    pieces = list(content._buffer)
-    content._buffer.clear()
-    content._size = 0
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-
-class _Request(web.BaseRequest):
-    """A request with the facts that were kept about its head."""
-
-    facts: object = None
-
-
-class _ChunkedRequest(_Request):
-    """A chunked request. Its connection is reused only if the request certainly had no trailer.
-
-    The parser would add the last field of a trailer to the next request.
-    """
-
-    @property
-    def keep_alive(self) -> bool:
-        return super().keep_alive and cast(ClientConnection, self.protocol).ended_without_trailer(self.content)
-
-
 class ClientServer(web.Server):
     """Makes a `ClientConnection` for every connection, with TLS if `tls` is given."""
 
@@ -404,29 +363,12 @@ def _request(
     writer: AbstractStreamWriter,
     task: asyncio.Task[None],
 ) -> web.BaseRequest:
-    kind = _ChunkedRequest if message.chunked else _Request
+    kind = ChunkedRequest if message.chunked else ClientRequest
     request = kind(message, payload, protocol, writer, task, protocol._loop)
     kept = protocol.kept_head if isinstance(protocol, ClientConnection) else None
     if kept is not None and kept.is_head_of(message):
         request.facts = kept.facts
     return request
-
-
-def kept_facts(request: web.BaseRequest) -> object:
-    """Returns the facts that `keep_facts` kept about the same head on the same connection; None if there are none."""
-    return getattr(request, "facts", None)
-
-
-def keep_facts(request: web.BaseRequest, facts: object) -> bool:
-    """Keeps facts about the head of a request for the next requests of its connection, until the connection ends.
-
-    Returns whether they are kept. The first request of a connection is not, because many clients send only one.
-    """
-    connection = request._protocol
-    if not isinstance(connection, ClientConnection) or connection._request_count <= 1:
-        return False
-    connection.kept_head = KeptHead.of(request._message, connection._limits.head_bytes_max, facts)
-    return connection.kept_head is not None
 
 
 def _parse_failure(error: HttpProcessingError) -> Failure:

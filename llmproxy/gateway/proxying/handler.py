@@ -18,7 +18,7 @@ from llmproxy.core.backends.catalogue import Target
 from llmproxy.core.domain import Outcome, Refused, Request, Stage, Verdict
 from llmproxy.core.estimates.tokens import Estimator
 from llmproxy.core.retry import COMPUTED_MAX, Again, RetryBudget
-from llmproxy.gateway.http.connection import keep_facts
+from llmproxy.gateway.http.client_request import ClientRequest
 from llmproxy.gateway.http.errors import INTERNAL_MESSAGE, Failure, error_event
 from llmproxy.gateway.http.routes import Dialect
 from llmproxy.gateway.proxying.answers import Answers
@@ -198,7 +198,7 @@ class RequestHandler:
                 message = "Request bodies must not be compressed: send this one without Content-Encoding."
                 accepted = {"Accept-Encoding": "identity"}
                 raise Failure(Outcome.BAD_REQUEST, message, status=415, param="content-encoding", headers=accepted)
-            if tenant.expires is None and keep_facts(http, head):
+            if tenant.expires is None and isinstance(http, ClientRequest) and http.keep_facts(head):
                 head.kept, head.forwarded = True, {}
         body = await read_body(http, rules.config.body_bytes_max, rules.config.clients, context.buffered)
         record.body_bytes = len(body)

@@ -10,7 +10,8 @@ from typing import Any, Protocol, cast
 from aiohttp import HttpVersion11, web
 from aiohttp.helpers import rfc822_formatted_time
 
-from llmproxy.gateway.http.connection import ClientConnection, SentResponse
+from llmproxy.gateway.http.client_request import SentResponse
+from llmproxy.gateway.http.connection import ClientConnection
 from llmproxy.gateway.http.cors import Cors
 from llmproxy.gateway.http.headers import SERVER, Headers, reason_to_client
 from llmproxy.upstream import http1

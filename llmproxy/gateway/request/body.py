@@ -9,7 +9,7 @@ from aiohttp import web
 
 from llmproxy.config import ClientsConfig
 from llmproxy.core.domain import Outcome
-from llmproxy.gateway.http.connection import arrived_body
+from llmproxy.gateway.http.client_request import arrived_body
 from llmproxy.gateway.http.errors import Failure
 from llmproxy.gateway.request.body_budget import BodyBudget, BufferedBody
 

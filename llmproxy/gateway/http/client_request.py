@@ -1,0 +1,76 @@
+"""The requests and answers of the server library, with fewer calls for the usual ones."""
+
+from __future__ import annotations
+
+from typing import Protocol, cast
+
+from aiohttp import StreamReader, web
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.http import RawRequestMessage
+from aiohttp.streams import EMPTY_PAYLOAD
+
+
+class Connection(Protocol):
+    """The connection of a request."""
+
+    def keep_head(self, message: RawRequestMessage, facts: object) -> bool:
+        """Keeps facts about a head. Returns whether they are kept."""
+
+    def ended_without_trailer(self, body: StreamReader) -> bool:
+        """Whether a chunked body has ended without a trailer, and nothing was read after it."""
+
+
+class ClientRequest(web.BaseRequest):
+    """A request with the facts that were kept about its head."""
+
+    facts: object = None
+
+    def keep_facts(self, facts: object) -> bool:
+        """Keeps facts about the head for the next requests of the connection, until it ends. Returns whether they are
+        kept.
+        """
+        return cast(Connection, self._protocol).keep_head(self._message, facts)
+
+
+class ChunkedRequest(ClientRequest):
+    """A chunked request. Its connection is reused only if the request certainly had no trailer.
+
+    The parser would add the last field of a trailer to the next request.
+    """
+
+    @property
+    def keep_alive(self) -> bool:
+        return super().keep_alive and cast(Connection, self._protocol).ended_without_trailer(self.content)
+
+
+def arrived_body(request: web.BaseRequest) -> bytes | None:
+    """Takes the body of a request if all of it has arrived. Returns None otherwise, or if the body is broken.
+
+    Most bodies arrive with their head, and the reader of the server library would take ten calls for them.
+    """
+    content = request._payload
+    if content is EMPTY_PAYLOAD:
+        return b""
+    if not content._eof or content._exception is not None or content._buffer_offset:
+        return None
+    pieces = list(content._buffer)
+    content._buffer.clear()
+    content._size = 0
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+class SentResponse(web.StreamResponse):
+    """An answer that was sent without the server library. The library gets this object and has nothing left to send."""
+
+    prepared = True
+    keep_alive: bool | None = True
+    """Whether the connection may serve another request."""
+
+    def force_close(self) -> None:
+        self.keep_alive = False
+
+    async def prepare(self, _request: web.BaseRequest) -> AbstractStreamWriter | None:
+        return None
+
+    async def write_eof(self, _data: bytes = b"") -> None:
+        return None
