@@ -56,7 +56,7 @@ class Deadlines:
             self._swept = swept
             for timer in self._groups.pop(swept, ()):
                 if timer.limit_s() > swept * SWEEP_S:
-                    self.add(timer, timer.limit_s())
+                    self.add(timer, timer.look_s(swept * SWEEP_S))
                 else:
                     self._ending.add(partial(timer.expire, swept * SWEEP_S))
         self._next = None
@@ -94,8 +94,7 @@ class AttemptTimer:
         task = self._task = asyncio.current_task()
         assert task is not None
         self._cancelling = task.cancelling()
-        # Once the answer has begun, silence may end the attempt before this limit.
-        self._deadlines.add(self, min(self._first_limit_s, self.heard_s + self._timeouts.stall_s))
+        self._deadlines.add(self, self.look_s(self.heard_s))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -111,6 +110,10 @@ class AttemptTimer:
             return min(self._end_s, self.heard_s + self._timeouts.stall_s)
         return self._first_limit_s
 
+    def look_s(self, now: float) -> float:
+        """When to look at the limit again: the answer may begin now, and silence may then end the attempt earlier."""
+        return min(self.limit_s(), now + self._timeouts.stall_s)
+
     def streaming(self, now: float) -> None:
         """Limit silence from now on: the first token has come."""
         self._streaming, self.heard_s = True, now
@@ -120,7 +123,7 @@ class AttemptTimer:
         if self._task is None:
             return
         if self.limit_s() > at_s:
-            self._deadlines.add(self, self.limit_s())
+            self._deadlines.add(self, self.look_s(at_s))
         else:
             self.cut()
 

@@ -37,6 +37,8 @@ async def ended(timer: AttemptTimer) -> float:
         (True, [1.95, 2.9, 3.0], Cause.STALLED, 4.0),
         (True, [0.5 * number for number in range(1, 30)], Cause.OVERRAN, 10.0),
         (False, [], Cause.OVERRAN, 10.0),
+        # The answer begins after the first look at a limit that is far away.
+        (False, [3.25], Cause.STALLED, 4.25),
     ],
 )
 async def test_an_attempt_ends_at_its_limit(streams: bool, chunks_s: list[float], cause: Cause, limit_s: float) -> None:
