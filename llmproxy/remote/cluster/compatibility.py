@@ -94,7 +94,7 @@ class TolerantDecoder(Generic[MessageT]):
                 for variant in variants:
                     value = self._with_fallbacks(value, variant)
                 return value
-            case inspect.VarTupleType(item_type), list():
+            case inspect.CollectionType(item_type), list():
                 return [self._with_fallbacks(one, item_type) for one in value]
             case _:
                 return value
