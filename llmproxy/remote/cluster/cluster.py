@@ -15,23 +15,12 @@ from llmproxy.observe.metrics import ClusterState
 from llmproxy.remote import messages
 from llmproxy.remote.cluster.election import SEEK_S, Election, Leadership, LockStore
 from llmproxy.remote.cluster.hand_over import HandOver, MemberCallbacks
-from llmproxy.remote.cluster.leasing import ClusterLeasing, LeaderConnection
+from llmproxy.remote.cluster.leasing import ClusterLeasing, Dialer, LeaderConnection
 from llmproxy.remote.cluster.network import Network
 from llmproxy.remote.cluster.sessions import IncomingConnection, MemberSessions
 from llmproxy.remote.cluster.standalone_mode import StandaloneMode
 from llmproxy.remote.link import LocalLink
-from llmproxy.remote.messages import (
-    Balances,
-    Drained,
-    Hello,
-    Learned,
-    Members,
-    Message,
-    NotLeader,
-    RateDebts,
-    ToMember,
-    Welcome,
-)
+from llmproxy.remote.messages import Hello, Message, NotLeader, ToMember, Welcome
 from llmproxy.remote.server import LeaseServer, Page, Services
 from llmproxy.scheduling.dispatcher import Dispatcher
 
@@ -55,7 +44,7 @@ class Cluster:
         self.leasing = leasing
         self.network = network
         self._lock_s = lock_s
-        self._store = store
+        self.store = store
         self._dispatcher = dispatcher
         self._services = services
         self._callbacks = callbacks
@@ -84,9 +73,7 @@ class Cluster:
         """Set while a new leader waits for members to report."""
         self._leader_lost_s = self._loop.time()
         self._connection: LeaderConnection | None = None
-        self._connecting: asyncio.Task[None] | None = None
-        self._connecting_to: Leadership | None = None
-        self._unreachable: tuple[str, str] | None = None
+        self._dialer = Dialer(network, lambda: self._hello, self.handle, self.lost)
         self._leaving = False
         """Whether the process is shutting down: this member resigns as soon as another member can lead."""
         self._resigned = False
@@ -130,7 +117,7 @@ class Cluster:
         self.me = replace(self.me, address=await self.network.listen(lambda: IncomingConnection(self).link))
         self._services = replace_field(self._services, page=page)
         self._election = Election(
-            self._store, self.id, self.me.address, self._lock_s, self, self._set_lock_error, campaign=known is None
+            self.store, self.id, self.me.address, self._lock_s, self, self._set_lock_error, campaign=known is None
         )
         self._tasks = [supervised(self._election.run, "election"), supervised(self._watch, "watch the leader")]
         if known is not None:
@@ -161,11 +148,6 @@ class Cluster:
         return self.leasing.has_leader and not self.limit_divisor
 
     @property
-    def lock(self) -> str:
-        """The name of the lock."""
-        return self._store.name
-
-    @property
     def leader(self) -> str | None:
         """The name of the leader; None without one."""
         return None if self.leadership is None or not self.has_leader else self.leadership.holder.rpartition("/")[0]
@@ -187,7 +169,7 @@ class Cluster:
     @property
     def leader_error(self) -> str | None:
         """Why the holder of the lock cannot be reached; None while there is a leader."""
-        return None if self.has_leader or self._unreachable is None else self._unreachable[1]
+        return None if self.has_leader or self._dialer.failure is None else self._dialer.failure[1]
 
     def begin_shutdown(self) -> None:
         """Resign, as soon as another member can lead. Requests of this member continue."""
@@ -215,13 +197,11 @@ class Cluster:
         self._standalone.end()
         if self.is_leader:
             self._stop_leading("the leader ends")
-        if self._connecting is not None:
-            self._connecting.cancel()
-            await asyncio.gather(self._connecting, return_exceptions=True)
+        await self._dialer.close()
         if (connection := self._connection) is not None:
             self._disconnect(connection)
             connection.link.close()
-        await self._store.close()
+        await self.store.close()
         for incoming in [*self.incoming]:
             incoming.link.close()
 
@@ -268,12 +248,7 @@ class Cluster:
             return
         if self._connection is not None and self._connection.leadership == leadership:
             return
-        if self._connecting is not None and not self._connecting.done():
-            if self._connecting_to == leadership:
-                return
-            self._connecting.cancel()
-        self._connecting_to = leadership
-        self._connecting = spawned(self._connect(leadership), "connect")
+        self._dialer.dial(leadership)
 
     def _begin_to_lead(self, epoch: int) -> None:
         self._standalone.end()
@@ -349,18 +324,6 @@ class Cluster:
 
     # --- member side --------------------------------------------------------------------------------------------------
 
-    async def _connect(self, leadership: Leadership) -> None:
-        """Connect to a leader. Its Welcome then makes this member follow it."""
-        connection = LeaderConnection(leadership, self.handle, self.lost)
-        try:
-            why = await connection.open(self.network, self._hello)
-        finally:
-            if self._connection is not connection:
-                connection.link.abort()
-        if why is not None and (leadership.holder, why) != self._unreachable:
-            _log.warning("cluster_leader_unreachable", leader=leadership.holder, address=leadership.address, error=why)
-            self._unreachable = leadership.holder, why
-
     def welcomed(self, connection: LeaderConnection, welcome: Welcome) -> None:
         """Follow a leader that has welcomed this member."""
         if welcome.epoch < self.epoch or self.is_leader:
@@ -371,7 +334,7 @@ class Cluster:
             self._connection.link.abort()
             self._disconnect(self._connection)
         self._connection, self.epoch, self.leadership = connection, welcome.epoch, connection.leadership
-        self._unreachable = None
+        self._dialer.failure = None
         connection.set_refusal(None)
         self._standalone.end()
         _log.info("cluster_follows", epoch=welcome.epoch, without_leader_s=self._note_new_leader(), leader=welcome.name)
@@ -402,11 +365,11 @@ class Cluster:
                 self.leasing.handle(message)
             case messages.ResponseStored():
                 self._callbacks.record_owner(message)
-            case Members(names):
+            case messages.Members(names):
                 self.members = names
-            case Balances() | RateDebts() | Learned() if not self.is_leader:
+            case messages.Balances() | messages.RateDebts() | messages.Learned() if not self.is_leader:
                 self._hand_over.record(message, self._loop.time())
-            case Drained() if not self.is_leader:
+            case messages.Drained() if not self.is_leader:
                 self._callbacks.apply_drained(message)
             case _:
                 pass

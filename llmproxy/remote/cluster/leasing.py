@@ -7,10 +7,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
+import structlog
+
 from llmproxy.core.backends.backend import Backend
 from llmproxy.core.backends.catalogue import Target
 from llmproxy.core.domain import Grant, Outcome, Refused
 from llmproxy.core.lease_events import LeaseEvent, Started
+from llmproxy.lifecycle.background import spawned
 from llmproxy.observe.exit import RequestExit
 from llmproxy.remote import messages
 from llmproxy.remote.client import NO_LEADER_RETRY_S, LeaseClient
@@ -29,6 +32,8 @@ DISCOVERY_LAG_S = 10.0
 """How long a member that has found a backend waits for the leader to find it too."""
 CONNECT_S = 2.0
 """How long connecting may take, until the leader's Welcome."""
+
+_log = structlog.get_logger()
 
 
 class _Prefixes:
@@ -193,6 +198,11 @@ class LeaderConnection:
         except (OSError, ValueError) as error:
             return str(error) or "no answer"
 
+    @property
+    def accepted(self) -> bool:
+        """Whether the leader has welcomed this member."""
+        return self.refusal.done() and not self.refusal.cancelled() and self.refusal.result() is None
+
     def _end_reason(self) -> str:
         if self.refusal.done():
             return "the connection ended"
@@ -202,6 +212,51 @@ class LeaderConnection:
         """Resolve `refusal`, unless it already is."""
         if not self.refusal.done():
             self.refusal.set_result(why)
+
+
+class Dialer:
+    """Connects to the holder of the lock, in one attempt at a time."""
+
+    def __init__(
+        self, network: Network, hello: Callable[[], Hello], handle: Callable[[LeaderConnection, ToMember], None],
+        lost: Callable[[LeaderConnection, str], None],
+    ) -> None:  # fmt: skip
+        """`hello` returns the Hello of this member. For `handle` and `lost`, see `LeaderConnection`."""
+        self._network = network
+        self._hello = hello
+        self._handle = handle
+        self._lost = lost
+        self._attempt: asyncio.Task[None] | None = None
+        self._to: Leadership | None = None
+        self.failure: tuple[str, str] | None = None
+        """Holder and reason of the last failed attempt; the owner sets None when it follows a leader."""
+
+    def dial(self, leadership: Leadership) -> None:
+        """Connect to this leader, unless an attempt is under way. An attempt to another leader is cancelled."""
+        if self._attempt is not None and not self._attempt.done():
+            if self._to == leadership:
+                return
+            self._attempt.cancel()
+        self._to = leadership
+        self._attempt = spawned(self._connect(leadership), "connect")
+
+    async def _connect(self, leadership: Leadership) -> None:
+        """Connect to a leader. Its Welcome then makes this member follow it."""
+        connection = LeaderConnection(leadership, self._handle, self._lost)
+        try:
+            why = await connection.open(self._network, self._hello())
+        finally:
+            if not connection.accepted:
+                connection.link.abort()
+        if why is not None and (leadership.holder, why) != self.failure:
+            _log.warning("cluster_leader_unreachable", leader=leadership.holder, address=leadership.address, error=why)
+            self.failure = leadership.holder, why
+
+    async def close(self) -> None:
+        """Cancel the attempt that is under way."""
+        if self._attempt is not None:
+            self._attempt.cancel()
+            await asyncio.gather(self._attempt, return_exceptions=True)
 
 
 def _now() -> float:

@@ -82,7 +82,7 @@ def cluster_status(cluster: Cluster) -> dict[str, Any]:
     found: dict[str, Any] = {
         "member": cluster.me.name,
         "address": cluster.me.address,
-        "lock": cluster.lock,
+        "lock": cluster.store.name,
         "leads": cluster.is_leader,
         "leader": cluster.leader,
         "alone": cluster.limit_divisor > 0,
