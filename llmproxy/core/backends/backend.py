@@ -15,7 +15,7 @@ from llmproxy.core.backends.health import Hang, Health
 from llmproxy.core.backends.look_ahead import LookAhead
 from llmproxy.core.backends.outlier_detection import OutlierDetection
 from llmproxy.core.backends.view import View
-from llmproxy.core.domain import DECODE, KnownLimit, Listing, Reading, Request, Role, Trouble, Verdict
+from llmproxy.core.domain import KnownLimit, Listing, Reading, Request, Role, Trouble, Verdict
 from llmproxy.core.settings import CapacitySettings, HealthSettings
 
 STARTED_AFTER_S = 1.0
@@ -225,10 +225,10 @@ class Backend:
                     self.health.first_byte(lease, reading.taken_at_s)
         # Work of other clients must show in two consecutive readings, because a gauge may include ended requests.
         self._others, self._others_seen = min(others, self._others_seen), others
-        if not self._waits_for_adapter(reading):
-            proven = self._waits_for_batch(reading, visible_s)
+        if not self._own.waits_for_adapter(reading):
+            proven = not self._others and self._own.waits_for_batch(reading)
             # A stream that has sent a byte was running, even if the reading is older.
-            waiting = reading.waiting - self._fetching(reading)
+            waiting = reading.waiting - self._own.fetching(reading)
             running = reading.running if waiting else max(reading.running, self._own.begun)
             self.limit.observe(running, waiting, self.in_flight, proven=proven, pool=self.exploration)
         load = self._own.sequences
@@ -285,37 +285,6 @@ class Backend:
         self._unread = False
         self.limit.restarted()
         self._changed()
-
-    def _waits_for_adapter(self, reading: Reading) -> bool:
-        """Returns whether requests may wait for an adapter slot. Such a queue proves nothing about the batch limit."""
-        if reading.max_adapters is None or len(reading.running_adapters) < reading.max_adapters:
-            return False
-        return any(
-            b.request.adapter not in reading.running_adapters for b in self.bookings.values() if b.request.adapter
-        )
-
-    def _fetching(self, reading: Reading) -> int:
-        """Returns how many sequences in the engine's queue wait for KV blocks of another backend, and not for a batch
-        slot.
-        """
-        if not reading.deferred:
-            return 0
-        unstarted = (one.request for one in self.bookings.values() if not one.started)
-        answers = sum(request.sequences for request in unstarted if request.stage is DECODE)
-        return min(answers, reading.deferred, reading.waiting)
-
-    def _waits_for_batch(self, reading: Reading, visible_s: float) -> bool:
-        """Returns whether the requests in the engine's queue can only wait for batch slots.
-
-        For that, no prompt may be in prefill, and the KV cache must have free blocks for each waiting prompt. Otherwise
-        a step full of prompts or a full KV cache may cause the queue.
-        """
-        if self._others or reading.kv_used is None or not reading.kv_tokens:
-            return False
-        unstarted = [b.request for b in self.bookings.values() if not b.started and b.booked_s <= visible_s]
-        free_tokens = (1.0 - reading.kv_used) * reading.kv_tokens
-        fits = all(request.prompt_tokens < free_tokens for request in unstarted)
-        return fits and sum(request.sequences for request in unstarted) <= reading.waiting
 
     # --- events of leases ----------------------------------------------------------------------------------------
 
@@ -497,7 +466,7 @@ class Backend:
         if reading is not None:
             until_s = min(until_s, reading.taken_at_s + capacity.stale_after_s)
             others = self._others
-            waiting, max_adapters = reading.waiting - self._fetching(reading), reading.max_adapters
+            waiting, max_adapters = reading.waiting - self._own.fetching(reading), reading.max_adapters
             kv_used, kv_tokens = reading.kv_used or 0.0, reading.kv_tokens
         self._changes_s = until_s
         # No request waits for slow start: if no other backend has room, it is sent here at once.

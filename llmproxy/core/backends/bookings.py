@@ -7,7 +7,7 @@ from collections.abc import Iterator, Set
 
 from msgspec import Struct
 
-from llmproxy.core.domain import Reading, Request
+from llmproxy.core.domain import DECODE, Reading, Request
 
 GAUGE_LAG_S = 0.03
 """A reading may omit requests younger than this: vLLM updates its gauges once per engine step, 10-26 ms late."""
@@ -102,6 +102,38 @@ class Bookings:
     def unstarted_answers(self) -> Iterator[tuple[int, Booking]]:
         """Returns the non-streamed leases that are not known to have started."""
         return ((x, one) for x, one in self.by_lease.items() if not one.started and not one.request.stream)
+
+    def waits_for_adapter(self, reading: Reading) -> bool:
+        """Returns whether requests may wait for an adapter slot. Such a queue proves nothing about the batch limit."""
+        if reading.max_adapters is None or len(reading.running_adapters) < reading.max_adapters:
+            return False
+        adapters = {one.request.adapter for one in self.by_lease.values()} - {None}
+        return not adapters <= reading.running_adapters
+
+    def fetching(self, reading: Reading) -> int:
+        """Returns how many sequences in the engine's queue wait for KV blocks of another backend, and not for a batch
+        slot.
+        """
+        if not reading.deferred:
+            return 0
+        unstarted = (one.request for one in self.by_lease.values() if not one.started)
+        answers = sum(request.sequences for request in unstarted if request.stage is DECODE)
+        return min(answers, reading.deferred, reading.waiting)
+
+    def waits_for_batch(self, reading: Reading) -> bool:
+        """Returns whether the requests in the engine's queue can only wait for batch slots, if no other client uses the
+        engine.
+
+        For that, no prompt may be in prefill, and the KV cache must have free blocks for each waiting prompt. Otherwise
+        a step full of prompts or a full KV cache may cause the queue.
+        """
+        if reading.kv_used is None or not reading.kv_tokens:
+            return False
+        visible_s = reading.taken_at_s - GAUGE_LAG_S
+        unstarted = [one.request for one in self.by_lease.values() if not one.started and one.booked_s <= visible_s]
+        free_tokens = (1.0 - reading.kv_used) * reading.kv_tokens
+        fits = all(request.prompt_tokens < free_tokens for request in unstarted)
+        return fits and sum(request.sequences for request in unstarted) <= reading.waiting
 
     def check(self) -> None:
         assert self.sequences == sum(one.request.sequences for one in self.by_lease.values())

@@ -9,7 +9,8 @@ import pytest
 
 from llmproxy.core.domain import NoMatch, Verdict
 from llmproxy.core.placement.backend_load import WORK_S
-from llmproxy.core.placement.cost import ASIDE_S, EXPLAINED_MAX, TIE_S
+from llmproxy.core.placement.cost import EXPLAINED_MAX, TIE_S
+from llmproxy.core.placement.pool_model import ASIDE_S
 from llmproxy.core.placement.price import TERMS
 from llmproxy.core.placement.rates import ATTENTION
 from tests.core.cost_bench import BASE_S, BLOCK_TOKENS, BOTH, NONE, STEP_S, TOKEN_S, CostBench, chain, streamed

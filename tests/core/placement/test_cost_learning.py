@@ -11,7 +11,7 @@ from msgspec import structs
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import Slo, Stage, Usage, Verdict
 from llmproxy.core.placement.backend_load import WORK_S
-from llmproxy.core.placement.cost import STREAM
+from llmproxy.core.placement.pool_model import STREAM
 from llmproxy.core.placement.rates import PROMPTS_MOST
 from tests.core.cost_bench import BASE_S, BOTH, STEP_S, TOKEN_S, CostBench, chain, streamed
 from tests.core.make import view

@@ -7,7 +7,7 @@ import pytest
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import NoCapacity, Request, Slo
 from llmproxy.core.placement.backend_load import WORK_S
-from llmproxy.core.placement.cost import STREAM
+from llmproxy.core.placement.pool_model import STREAM
 from llmproxy.core.placement.price import HEADROOM_COST
 from tests.core.cost_bench import NONE, CostBench, streamed
 from tests.core.make import request, view
@@ -103,9 +103,9 @@ def test_request_waits_for_a_closed_backend_only_where_that_is_best() -> None:
     assert opens_s > bench.now
     first, second = streamed(id="first", prompt_tokens=6_000), streamed(id="second", prompt_tokens=6_000)
     assert bench.waits(first, views)
-    (price, _) = bench.cost._prices(first, views, [False, True], 1.0, bench.now)
+    (price, _) = bench.cost._model.prices(first, views, [False, True], 1.0, bench.now)
     assert dict(price.terms())["slot"] == pytest.approx(opens_s - bench.now)
-    (behind, _) = bench.cost._prices(second, views, [False, True], 1.0, bench.now)
+    (behind, _) = bench.cost._model.prices(second, views, [False, True], 1.0, bench.now)
     assert dict(behind.terms())["slot"] == pytest.approx(opens_s - bench.now + dict(price.terms())["prefill"])
     bench.now = opens_s
     assert not bench.waits(first, views)
