@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -19,14 +18,15 @@ from llmproxy.core.domain import Outcome, Refused, Request, Stage, Verdict
 from llmproxy.core.estimates.tokens import Estimator
 from llmproxy.core.retry import COMPUTED_MAX, Again, RetryBudget
 from llmproxy.gateway.http.client_request import ClientRequest
-from llmproxy.gateway.http.errors import INTERNAL_MESSAGE, Failure, error_event
+from llmproxy.gateway.http.errors import INTERNAL_MESSAGE, Failure
 from llmproxy.gateway.http.routes import Dialect
 from llmproxy.gateway.proxying.answers import Answers
 from llmproxy.gateway.proxying.call import Call
 from llmproxy.gateway.proxying.calls import UsageQuestions, call_for, learn_usage
-from llmproxy.gateway.proxying.relay import end_broken, error_events
+from llmproxy.gateway.proxying.failures import deliver_failure, fail
+from llmproxy.gateway.proxying.relay import end_broken
 from llmproxy.gateway.proxying.request_context import RequestContext, make_request
-from llmproxy.gateway.proxying.response_writer import KeepAlive, ResponseWriter, within
+from llmproxy.gateway.proxying.response_writer import KeepAlive, ResponseWriter
 from llmproxy.gateway.proxying.rules import Rulebook
 from llmproxy.gateway.proxying.split.handover import SplitServing
 from llmproxy.gateway.proxying.split.stages import Handover
@@ -147,16 +147,16 @@ class RequestHandler:
         try:
             await self._schedule(context)
         except Failure as failure:
-            return await self._fail(context, failure)
+            return await fail(context, failure)
         except Refused as refused:
-            return await self._fail(context, Failure.from_refused(refused))
+            return await fail(context, Failure.from_refused(refused))
         except (asyncio.CancelledError, ConnectionError, web.RequestPayloadError) as cause:
             self._cancelled(context, cause)
             raise
         except Exception as error:  # noqa: BLE001 - a bug becomes one 500, and its traceback goes to the log
             log_internal(record.request_id, error)
             if client.response is None or client.only_comments:
-                return await self._fail(context, Failure(Outcome.INTERNAL, INTERNAL_MESSAGE))
+                return await fail(context, Failure(Outcome.INTERNAL, INTERNAL_MESSAGE))
             record.end(Outcome.INTERNAL, client.status, INTERNAL_MESSAGE)
             # An answer has begun, and the client would read an error as part of it.
             await client.abort()
@@ -289,7 +289,7 @@ class RequestHandler:
             if context.record.computed >= COMPUTED_MAX:
                 # The request itself may be the cause. This field stops the retries of the OpenAI and Anthropic SDKs.
                 context.extra["x-should-retry"] = "false"
-            await self._deliver_failure(context, attempt)
+            await deliver_failure(context, attempt)
             return
         self._finish(context, attempt)
         if attempt.outcome is Outcome.BROKEN_STREAM:
@@ -362,31 +362,6 @@ class RequestHandler:
         await context.rules.relay.attempt(attempt, lease, backend.url, call, client)
         return call
 
-    async def _deliver_failure(self, context: RequestContext, attempt: Attempt) -> None:
-        """Send the backend's own error unchanged. Raises Failure if the backend sent none."""
-        answer = context.call.answer if context.call is not None else None
-        if answer is None:
-            if attempt.verdict is Verdict.LOCAL_FAILURE:
-                raise Failure(attempt.outcome, attempt.message, status=503, retry_after_s=1.0)
-            status = attempt.status if attempt.outcome is Outcome.UPSTREAM_STATUS else None
-            raise Failure(attempt.outcome, attempt.message, status=status)
-        if context.client.only_comments:
-            context.record.end(attempt.outcome, answer.status, attempt.message)
-            await self._end_stream(context, error_events(answer, context.route.dialect, attempt.message))
-            return
-        headers = answer.headers
-        if answer.status == 503 and not any(name.lower() == "retry-after" for name, _ in headers):
-            headers = [*headers, ("Retry-After", "1")]
-        context.client.commit(answer.status, answer.reason, headers)
-        context.client.write(answer.body)
-        await within(context.client.end(), context.client, context.rules.config.timeouts.stall_s)
-        context.record.end(attempt.outcome, answer.status, attempt.message)
-
-    async def _end_stream(self, context: RequestContext, event: bytes) -> None:
-        """End a stream of comments with one last event and a regular end mark."""
-        context.client.write(event)
-        await within(context.client.end(), context.client, context.rules.config.timeouts.stall_s)
-
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def _finish(self, context: RequestContext, attempt: Attempt) -> None:
@@ -406,16 +381,6 @@ class RequestHandler:
             return
         outcome, status, error = self.cancellation(cause)
         context.record.end(outcome, (context.client.status or status) if outcome is Outcome.DRAINING else status, error)
-
-    async def _fail(self, context: RequestContext, failure: Failure) -> web.StreamResponse:
-        context.record.end(failure.outcome, failure.status, failure.message)
-        client, dialect = context.client, context.route.dialect
-        if client.response is not None:
-            # The client has got the head of a stream and comments.
-            with suppress(ConnectionError):
-                await self._end_stream(context, error_event(dialect, failure.message, failure.status))
-            return client.response
-        return failure.response(dialect, {"x-request-id": context.record.request_id, **context.extra})
 
     def _record(self, context: RequestContext) -> None:
         if self._sampler is not None:

@@ -29,10 +29,13 @@ from llmproxy.gateway.proxying.sse import EncodedTap, StreamTap, usage_in_tail
 from llmproxy.gateway.proxying.stream_relay import (
     BUFFERED_BYTES_MAX,
     TAIL_BYTES,
+    ProgressReports,
     ResponseRelay,
     StreamRelay,
     check_lease,
     event_fields,
+    is_encoded,
+    is_event_stream,
     read_answer,
 )
 from llmproxy.scheduling.attempt import Attempt, AttemptState
@@ -61,7 +64,7 @@ class Relay:
     def __init__(self, upstream: Upstream, timeouts: TimeoutsConfig) -> None:
         self._upstream = upstream
         self._timeouts = timeouts
-        self._deadlines = Deadlines()
+        self._deadlines, self._reports = Deadlines(), ProgressReports()
 
     async def attempt(self, attempt: Attempt, lease: Lease, base_url: str, call: Call, client: ResponseWriter) -> None:
         """Send `call` to one backend and relay the answer. Sets the result in `attempt`, verdict and usage in `lease`.
@@ -226,7 +229,15 @@ class Relay:
             tap, opening_events = EncodedTap(), 0
         else:
             tap = call.tap = StreamTap(hide_usage=call.hide_usage)
-        relay = StreamRelay(attempt, call, timer, exchange, client, tap, lease, opening_events)
+        relay = StreamRelay(attempt, call, timer, exchange, client, tap, lease, self._reports, opening_events)
+        try:
+            await self._relay_events(attempt, exchange, call, tap, relay)
+        finally:
+            self._reports.remove(relay)
+
+    async def _relay_events(
+        self, attempt: Attempt, exchange: Exchange, call: Call, tap: StreamTap, relay: StreamRelay
+    ) -> None:
         await exchange.flow(relay.take)
         if tap.error_seen and not attempt.committed:
             # The rest goes through the tap too, which may buffer the beginning of the next event.
@@ -371,20 +382,6 @@ async def end_with_error(event: bytes, client: ResponseWriter) -> None:
             await asyncio.sleep(LINGER_S)
     except TimeoutError:
         await client.abort()
-
-
-def is_encoded(exchange: Exchange) -> bool:
-    """Whether an answer is compressed, although the proxy asked for an uncompressed one."""
-    encodings = [value.strip().lower() for name, value in exchange.headers if name.lower() == "content-encoding"]
-    return any(value not in ("", "identity") for value in encodings)
-
-
-def is_event_stream(exchange: Exchange) -> bool:
-    """Whether the body of an answer is server-sent events."""
-    for name, value in exchange.headers:
-        if name.lower() == "content-type" and value.lower().startswith("text/event-stream"):
-            return True
-    return False
 
 
 def _rejected_if_unlisted(cause: Cause, call: Call) -> Cause:

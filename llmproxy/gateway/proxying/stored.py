@@ -24,9 +24,10 @@ from llmproxy.gateway.http.errors import Failure, error_event
 from llmproxy.gateway.http.headers import to_client
 from llmproxy.gateway.http.routes import Dialect
 from llmproxy.gateway.proxying.call import Call
-from llmproxy.gateway.proxying.relay import end_with_error, is_encoded, is_event_stream
+from llmproxy.gateway.proxying.relay import end_with_error
 from llmproxy.gateway.proxying.response_writer import ResponseWriter, within
 from llmproxy.gateway.proxying.rules import Rulebook, Rules
+from llmproxy.gateway.proxying.stream_relay import is_encoded, is_event_stream
 from llmproxy.gateway.request.auth import NO_TENANT, Tenant
 from llmproxy.gateway.request.json_scan import BadBody
 from llmproxy.gateway.request.parsed_body import REQUEST_ID

@@ -16,7 +16,7 @@ from llmproxy.core.lease_events import LeaseEvent, Progress
 from llmproxy.core.pools import Pools
 from llmproxy.gateway.http.routes import SCHEDULED, BodyKind
 from llmproxy.gateway.proxying import stream_relay as passing
-from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, Answer, ProxyUnderTest, raw_post, serving
+from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, Answer, ProxyUnderTest, raw_post, serving, until
 from tests.e2e.scripted import STREAM_END, STREAM_HEAD, answering, chunk, scripted, serving_script, whole
 from tests.upstream.raw_server import Peer
 
@@ -398,8 +398,11 @@ async def test_a_stream_compressed_all_the_same_passes_as_it_comes(monkeypatch: 
         hop = GzipHop()
         await peer.send(GZIP_HEAD + hop.chunk(EVENT))
         await go_on.wait()
+        # The clock of the loop counts milliseconds.
+        await asyncio.sleep(0.002)
         await peer.send(hop.chunk(EVENT) + hop.chunk(EVENT))
         await peer.send(hop.chunk(EVENT))
+        await until(lambda: reported)
         await peer.send(hop.chunk(DONE, last=True) + STREAM_END)
 
     monkeypatch.setattr(passing, "PROGRESS_S", 0.0)
