@@ -24,7 +24,7 @@ from llmproxy.gateway.proxying.rules import Rulebook
 from llmproxy.gateway.proxying.stored import StoredResponses
 from llmproxy.gateway.request.auth import Tenant
 from llmproxy.gateway.request.head_facts import HeadFacts
-from llmproxy.gateway.request.identity import id_for_error, request_id
+from llmproxy.gateway.request.identity import id_for_error, request_id, user_agent
 from llmproxy.observe.exit import ExitSink, RequestExit
 from llmproxy.observe.logs import log_internal
 
@@ -109,7 +109,8 @@ class Router:
                 query = request.rel_url.raw_query_string
                 path_qs = f"{route.path}?{query}" if query else route.path
                 given_id = request_id(request.headers)
-                head = HeadFacts(rules, route, sender, path, path_qs, request.method, given_id)
+                agent = user_agent(request.headers)
+                head = HeadFacts(rules, route, sender, path, path_qs, request.method, given_id, agent)
                 return await self._handler.serve(head, request)
             return await self._unscheduled(path, request, sender)
         except Failure as failure:

@@ -233,7 +233,8 @@ class ClientConnection(web.RequestHandler):
                 self._add_head(len(data))
         elif self._head_bytes:
             self._end_head()
-        self._fail_broken_body()
+        if self._messages and self._current_request is not None:
+            self._fail_broken_body(self._current_request)
 
     def _add_head(self, size_bytes: int) -> None:
         """Counts `size_bytes` of a request head whose end has not arrived."""
@@ -273,9 +274,8 @@ class ClientConnection(web.RequestHandler):
             self._wire.write_eof()
         self._loop.call_later(WRONG_PROTOCOL_CLOSE_S, self._wire.close)
 
-    def _fail_broken_body(self) -> None:
-        request = self._current_request
-        if request is None or not self._messages or request.content.is_eof():
+    def _fail_broken_body(self, request: web.BaseRequest) -> None:
+        if request.content.is_eof():
             return
         broken = self._messages[-1][0]
         if isinstance(broken, _ErrInfo) and isinstance(broken.exc, HttpProcessingError):

@@ -97,12 +97,18 @@ def to_client(fields: Iterable[tuple[str, str]]) -> Headers:
 
     Control characters such as line breaks become spaces (RFC 9110, section 5.5).
     """
-    # Nearly every value is printable ASCII and needs no cleaning.
-    fields = [(name, value if value.isascii() and value.isprintable() else _clean(value)) for name, value in fields]
-    dropped = _DROPPED_DOWNSTREAM
-    if named := named_in_connection(fields):
-        dropped |= named
-    sent = [(name, value) for name, value in fields if name.lower() not in dropped]
+    sent, named = Headers(), _NOTHING
+    for name, value in fields:
+        lower = name.lower()
+        # Nearly every value is printable ASCII and needs no cleaning.
+        if not (value.isascii() and value.isprintable()):
+            value = _clean(value)
+        if lower == "connection":
+            named |= named_in_connection([(name, value)])
+        if lower not in _DROPPED_DOWNSTREAM:
+            sent.append((name, value))
+    if named:
+        sent = [(name, value) for name, value in sent if name.lower() not in named]
     sent.append(SERVER)
     return sent
 

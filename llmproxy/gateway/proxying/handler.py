@@ -34,7 +34,7 @@ from llmproxy.gateway.proxying.stored import StoredResponses
 from llmproxy.gateway.request.body import read_body
 from llmproxy.gateway.request.body_budget import BodyBudget, BufferedBody
 from llmproxy.gateway.request.head_facts import HeadFacts
-from llmproxy.gateway.request.identity import REQUEST_ID_HEADER, user_agent
+from llmproxy.gateway.request.identity import REQUEST_ID_HEADER
 from llmproxy.gateway.request.parsed_body import ParsedBody
 from llmproxy.gateway.request.prefix_hash import SALT
 from llmproxy.observe.exit import ExitSink, RequestExit
@@ -112,8 +112,9 @@ class RequestHandler:
 
     def begin_request(self) -> None:
         """Count an open request, for which a drain waits."""
+        if not self.open_requests:
+            self.idle.clear()
         self.open_requests += 1
-        self.idle.clear()
 
     def end_request(self) -> None:
         """Count the end of an open request."""
@@ -139,7 +140,7 @@ class RequestHandler:
             method=head.method,
             path=head.route.path,
             client=head.sender.address,
-            user_agent=user_agent(http.headers),
+            user_agent=head.user_agent,
             arrived_s=now,
         )
         context = RequestContext(rules, head.route, http, head, client, extra, BufferedBody(self.bodies), record)

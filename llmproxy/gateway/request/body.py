@@ -27,17 +27,17 @@ async def read_body(
     408 if the body stalls or takes longer than `limits` allow, 400 for broken framing.
     """
     buffered = BufferedBody(BodyBudget()) if buffered is None else buffered
+    if "expect" not in request.headers and (whole := arrived_body(request)) is not None:
+        # Most bodies arrive with their head, and need no timer.
+        if len(whole) > bytes_max:
+            raise _too_large(bytes_max, sized=request.content_length is not None)
+        if not buffered.add_whole(len(whole)):
+            raise _no_room()
+        return whole
     length = request.content_length
     if length is not None and length > bytes_max:
         raise _too_large(bytes_max, sized=True)
     _send_continue(request)
-    if (whole := arrived_body(request)) is not None:
-        # Most bodies arrive with their head, and need no timer.
-        if len(whole) > bytes_max:
-            raise _too_large(bytes_max, sized=length is not None)
-        if not buffered.add_whole(len(whole)):
-            raise _no_room()
-        return whole
     content, body = request.content, BytesIO()
     now = asyncio.get_running_loop().time
     silence_s, latest_s = limits.body_idle_timeout_s, now() + limits.body_timeout_s

@@ -167,7 +167,10 @@ def _parsed(body: bytes) -> dict[str, Any]:
 def _of_fields(
     fields: dict[str, Any], body: bytes, kind: BodyKind, session_members: Sequence[str], chain: Chain | None = None
 ) -> ParsedBody:
-    sizes = [_parsed_size(name, fields[name]) for name in _TEXT if name in fields]
+    sizes = []
+    for name in _TEXT:
+        if name in fields:
+            sizes.append(_parsed_size(name, fields[name]))  # noqa: PERF401 - a comprehension is one more call
     guarded: tuple[tuple[str, Member], ...] = ()
     if not GUARDED.isdisjoint(fields):
         guarded = drain(guarded_members(body, drain(scan_every(body, GUARDED))))
@@ -210,8 +213,9 @@ def _assembled(
     grammar = not _GRAMMAR.isdisjoint(fields) or fields.get("tool_choice") not in (None, "auto", "none")
     prepared = grammar or len(body) > PARSE_BYTES_MAX or any(map(_has_media, sizes))
     facts = _facts(fields, sizes, kind, sequences, prepared)
-    names = RESPONSE_MEMBERS if kind is BodyKind.RESPONSES else ()
-    stored = {name: fields[name] for name in names if name in fields}
+    stored = {}
+    if kind is BodyKind.RESPONSES:
+        stored = {name: fields[name] for name in RESPONSE_MEMBERS if name in fields}
     options = fields.get("stream_options", ABSENT)
     splittable = sequences == 1 and _is_splittable(kind, fields)
     return ParsedBody(facts, kind, body, options, members, chain, sessions, stored, guarded, sequences, splittable)
@@ -309,7 +313,9 @@ def _facts(
 
 
 def _sequences(fields: Mapping[str, Any], sizes: list[_Size]) -> int:
-    sequences = max([1, *[size.prompts for size in sizes]])
+    sequences = 1
+    for size in sizes:
+        sequences = max(sequences, size.prompts)
     if "n" in fields or "best_of" in fields:
         sequences *= max(_number(fields.get("n")), _number(fields.get("best_of")))
     return min(ANSWERED_MAX, sequences)
@@ -404,8 +410,8 @@ def _scanned_text(body: bytes, member: Member) -> Any:
 
 
 def _sessions(fields: Mapping[str, Any], members: Sequence[str]) -> dict[str, str]:
-    return {
-        name: text
-        for name in members
-        if isinstance(text := fields.get(name), str) and 0 < len(text) <= SESSION_CHARS_MAX
-    }
+    sessions = {}
+    for name in members:
+        if isinstance(text := fields.get(name), str) and 0 < len(text) <= SESSION_CHARS_MAX:
+            sessions[name] = text
+    return sessions

@@ -29,6 +29,7 @@ class HeadFacts:
     method: str
     # The request id that the client names.
     given_id: str | None
+    user_agent: str | None
     # Whether the head has passed all checks, and its connection keeps these facts.
     kept: bool = False
     tenant: Tenant = NO_TENANT

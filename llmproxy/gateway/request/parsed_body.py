@@ -144,7 +144,13 @@ class ParsedBody:
         if not self.body:
             return Spliced(())
         params = dict.fromkeys(TRANSFER, b"null") | ({} if transfer is None else {KV_TRANSFER: transfer})
-        edits: list[_Edit] = [(one.start, one.end, params[name]) for name, one in self.guarded if name in params]
+        edits: list[_Edit] = []
+        given: list[Member] = []
+        for name, one in self.guarded:
+            if name in params:
+                edits.append((one.start, one.end, params[name]))
+            elif name == PRIORITY:
+                given.append(one)
         added: list[bytes] = []
         if transfer is not None and all(name != KV_TRANSFER for name, _ in self.guarded):
             added.append(b'"' + KV_TRANSFER.encode() + b'":' + transfer)
@@ -158,7 +164,6 @@ class ParsedBody:
         elif usage is not None:
             self._set("stream_options", usage, edits, added)
         own = str(priority).encode() if priority is not None and self.kind in _PRIORITISED else None
-        given = [member for name, member in self.guarded if name == PRIORITY]
         if own is not None or not trusted:
             edits += [(member.start, member.end, own or b"0") for member in given]
         if own is not None and not given:
