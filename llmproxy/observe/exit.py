@@ -124,10 +124,10 @@ class RequestExit(Routing, kw_only=True, omit_defaults=True):
     @property
     def backend_ttft_s(self) -> float | None:
         """Seconds from the last grant to the first body byte of a stream; None without such a byte."""
-        ttft_s, arrived_s, granted_s = self.ttft_s, self.arrived_s, self.last.granted_s
-        if ttft_s is None or arrived_s is None or granted_s is None or not self.stream:
+        if self.ttft_s is None or self.arrived_s is None or not self.stream:
             return None
-        return ttft_s - (granted_s - arrived_s)
+        granted_s = self.last.granted_s
+        return None if granted_s is None else self.ttft_s - (granted_s - self.arrived_s)
 
     @property
     def streaming_s(self) -> float | None:
@@ -137,15 +137,17 @@ class RequestExit(Routing, kw_only=True, omit_defaults=True):
     @property
     def time_per_output_token_s(self) -> float | None:
         """Mean seconds per token after the first. None unless a stream completed with two or more counted tokens."""
-        output_tokens = self.last.output_tokens or 0
-        if not self.stream or self.outcome is not Outcome.COMPLETED or output_tokens < 2:
+        if not self.stream or self.outcome is not Outcome.COMPLETED:
             return None
-        streaming_s = self.streaming_s
+        output_tokens = self.last.output_tokens or 0
+        streaming_s = self.streaming_s if output_tokens >= 2 else None
         return None if streaming_s is None else streaming_s / (output_tokens - 1)
 
     @property
     def mean_gap_s(self) -> float | None:
         """Mean seconds between two consecutive chunks; None with fewer than two."""
+        if not self.stream:
+            return None
         chunks = self.last.chunks
         streaming_s = self.streaming_s if chunks > 1 else None
         return None if streaming_s is None else streaming_s / (chunks - 1)

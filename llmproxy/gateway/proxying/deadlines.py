@@ -94,7 +94,7 @@ class AttemptTimer:
         task = self._task = asyncio.current_task()
         assert task is not None
         self._cancelling = task.cancelling()
-        self._deadlines.add(self, self.look_s(self.heard_s))
+        self._deadlines.add(self, min(self._first_limit_s, self.heard_s + self._timeouts.stall_s))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -7,6 +7,7 @@ long before the first token. Until the client has got a byte, another backend ma
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import orjson
 
@@ -59,7 +60,7 @@ _KEY_REFUSED = (
 
 
 class Relay:
-    """Sends requests to backends and relays their answers. Has no state between attempts."""
+    """Sends requests to backends and relays their answers. Its only state are the timers of open attempts."""
 
     def __init__(self, upstream: Upstream, timeouts: TimeoutsConfig) -> None:
         self._upstream = upstream
@@ -119,11 +120,12 @@ class Relay:
             if not attempt.committed or (lease.revoked and not arrived):
                 timer.cut()
 
-        async def opened() -> None:
+        connect_s = self._timeouts.connect_s
+        connect = partial(self._upstream.open, base_url, call.method, call.path_qs, call.headers, call.body, connect_s)
+
+        async def connected() -> None:
             nonlocal exchange
-            exchange = await self._upstream.open(
-                base_url, call.method, call.path_qs, call.headers, call.body, self._timeouts.connect_s
-            )
+            exchange = await connect()
 
         try:
             with timer:
@@ -132,9 +134,9 @@ class Relay:
                     timer.cut()
                 if call.released and call.connector is None:
                     until_s = timer.now() + DECODE_GRACE_S
-                    await shield_for(opened(), lambda: 0.0 if timer.expired else until_s - timer.now())
+                    await shield_for(connected(), lambda: 0.0 if timer.expired else until_s - timer.now())
                 else:
-                    await opened()
+                    exchange = await connect()
                 assert exchange is not None
                 attempt.enter(AttemptState.HEAD)
                 attempt.status = exchange.status

@@ -103,7 +103,10 @@ class RequestContext:
             record.time_split()
         if last.first_byte_s is not None:
             record.ttft_s = last.first_byte_s - record.arrived_s
-        record.error = shortened(" ".join(filter(None, (record.error, last.detail))))
+        if record.error or last.detail:
+            record.error = shortened(" ".join(filter(None, (record.error, last.detail))))
+        else:
+            record.error = None
         record.met = self._met(last)
         return record
 
