@@ -48,7 +48,8 @@ class Backend:
         self.reading: Reading | None = None
         self._own = Bookings()
         self.bookings = self._own.by_lease
-        self._reserved = 0
+        self.reserved = 0
+        """Slots reserved for decode stages whose prompts other backends compute."""
         # Request id -> when the engine drops the KV blocks of a prefilled prompt that was not fetched.
         self._pinned_until_s: dict[str, float] = {}
         self._limit_divisor = 1
@@ -305,16 +306,11 @@ class Backend:
         elif self._unsteady:
             self._outline = None
 
-    @property
-    def reserved(self) -> int:
-        """Slots reserved for decode stages whose prompts other backends compute."""
-        return self._reserved
-
     def reserve_slots(self, sequences: int) -> None:
         """Reserves slots for a decode stage while another backend computes its prompt. A negative number releases
         slots.
         """
-        self._reserved += sequences
+        self.reserved += sequences
         self._changed()
 
     def pin_kv(self, request_id: str, until_s: float, now: float) -> None:
@@ -447,7 +443,7 @@ class Backend:
         elsewhere = 0 if self.exploration is None else self.exploration.proven_load
         view = self.cached_view = replace(
             outline,
-            load=outline.load + own.sequences + self._reserved,
+            load=outline.load + own.sequences + self.reserved,
             kv_used=kv_used,
             look_ahead=self._look_ahead.requests(limit) if look_ahead is None else look_ahead,
             proven_load=min(limit, self.limit.proven_with(elsewhere)),
@@ -500,4 +496,4 @@ class Backend:
 
     def check(self) -> None:
         self._own.check()
-        assert self._reserved >= 0
+        assert self.reserved >= 0

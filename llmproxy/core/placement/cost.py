@@ -102,7 +102,8 @@ class CostPlacement(Placement):
             prices = with_headroom(prices, request, STREAM, late, now)
         least_s = prices[0].total_s
         for price in prices:
-            least_s = min(least_s, price.total_s)
+            if price.total_s < least_s:
+                least_s = price.total_s
         near, fitting = [], []
         for index, price in enumerate(prices):
             if price.total_s <= least_s + TIE_S:
@@ -161,22 +162,21 @@ class CostPlacement(Placement):
         room = rooms(views, ceiling)
         if not waits and True not in room:
             return NO_CAPACITY
-        serving, fits, model, shortest = [], [], request.model, inf
+        serving, fits, model = [], [], request.model
         for view, has in zip(views, room, strict=True):
             if view.available and model in view.served and view.backend not in excluded:
                 serving.append(view)
                 fits.append(has)
-                if view.max_model_len is not None and view.max_model_len < shortest:
-                    shortest = view.max_model_len
-        able = serving
-        if shortest < request.prompt_tokens + (request.max_tokens or 1):
-            able = with_context(request, serving, views, excluded)
+        able = with_context(request, serving, views, excluded)
+        if able is not serving:
             fits = rooms(able, ceiling)
-        fits = self._open(request, able, fits, ceiling, now)
+        # A decode stage has no prompt to compute.
+        band = None if request.stage is DECODE else request.band
+        fits = self._takes_prompts(able, fits, band, ceiling, now)
         if True not in fits and not (waits and able):
-            if True in self._open(request, serving, rooms(serving, ceiling), ceiling, now):
+            if True in self._takes_prompts(serving, rooms(serving, ceiling), band, ceiling, now):
                 return NO_MATCH
-            return NO_MATCH_FOR_MODEL if True in self._open(request, views, room, ceiling, now) else NO_CAPACITY
+            return NO_MATCH_FOR_MODEL if True in self._takes_prompts(views, room, band, ceiling, now) else NO_CAPACITY
         if request.stage is DECODE:
             # The blocks in the prefill engine expire, so the decode stage considers only backends with room.
             able = [view for view, fit in zip(able, fits, strict=True) if fit]
@@ -199,16 +199,12 @@ class CostPlacement(Placement):
         ]
         return [index for total_s, index in sorted(idle)[:1] if total_s <= least_s]
 
-    def _open(
-        self, request: Request, views: Sequence[View], room: list[bool], ceiling: float, now: float
-    ) -> list[bool]:
-        """Returns for each backend whether it has `room` and, unless the prompt is fetched, takes the prompt now."""
-        return room if request.stage is DECODE else self._takes_prompts(views, room, request.band, ceiling, now)
-
     def _takes_prompts(
-        self, views: Sequence[View], room: list[bool], band: int, ceiling: float, now: float
+        self, views: Sequence[View], room: list[bool], band: int | None, ceiling: float, now: float
     ) -> list[bool]:
-        """Returns for each backend whether it has `room` and takes one more prompt of `band` now."""
+        """Returns for each backend whether it has `room` and takes one more prompt of `band` now; None: without one."""
+        if band is None:
+            return room
         if now != self._claims_at_s:
             self._claims_at_s = now
             self._claims.clear()

@@ -141,8 +141,10 @@ def _warm(views: Sequence[View]) -> Sequence[View]:
     """
     least, top = inf, -inf
     for view in views:
-        if view.available:
-            least, top = min(least, view.warmth), max(top, view.warmth)
+        if view.available and view.warmth < least:
+            least = view.warmth
+        if view.available and view.warmth > top:
+            top = view.warmth
     if least >= top:
         return views
     return [

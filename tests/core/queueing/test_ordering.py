@@ -40,3 +40,13 @@ def test_least_slack_orders_by_latest_start_and_the_late_by_age() -> None:
     # The requests with an objective must start by 9.5 (too late), 11, 14 and 1e12 s.
     order = ["long prompt", "late for long", "short prompt", "none", "late", "any time"]
     assert served(of, held, *waiting) == order
+
+
+def test_a_late_request_that_waited_alone_goes_behind_the_next_one_at_once() -> None:
+    of, _ = one_slot("least_slack")
+    of.submit(request(id="late", arrived_s=0.0, slo=Slo(ttft_s=1.0)), 0.0)
+    of.decide(5.0)
+    of.submit(request(id="in time", arrived_s=5.0, slo=Slo(ttft_s=9.0)), 5.0)
+    (band,) = [band for band in of.snapshot(5.0).pools[0].bands if band.waiting]
+    assert band.shown[0].head is not None
+    assert band.shown[0].head.id == "in time"

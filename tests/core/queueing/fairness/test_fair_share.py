@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmproxy.core.queueing.fairness import policies
+from llmproxy.core.queueing.fairness import accounts, policies
 from llmproxy.core.queueing.fairness.fair_share import FairShare
 from tests.core.make import DEFAULTS
 from tests.core.queueing.fairness.fairness_engine import Engine, arrive, offered, rivals
@@ -49,6 +49,14 @@ def test_a_flow_that_comes_back_has_the_credit_of_a_few_requests() -> None:
     arrive(share, "idle")
     assert counter(share, "idle") == pytest.approx(900.0 - 400.0)
     assert offered(share) == ["idle", "other", "busy"]
+
+
+def test_a_charge_counts_as_use_of_an_idle_flow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accounts, "IDLE_FLOWS_MAX", 2)
+    share = fair_share()
+    for flow in ("a", "b", "a", "c"):
+        share.charge(flow, 1.0)
+    assert share.balances().keys() == {"a", "c"}
 
 
 def test_credit_does_not_pile_up_while_idle() -> None:
