@@ -207,7 +207,15 @@ class BackendConnection(asyncio.Protocol):
             broken = f"the head of its answer is longer than {HEAD_BYTES_MAX} bytes"
         if pieces := self._pieces:
             self._pieces = []
-            exchange.arrived(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+            data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            if exchange.sink is None:
+                exchange.hold(data)
+            else:
+                try:
+                    exchange.sink(data)
+                except Exception as error:  # noqa: BLE001 - `flow` raises it
+                    exchange.close()
+                    exchange.sink_error = error
         if self._complete:
             self._end(exchange, keep=not broken)
         elif broken and self._exchange is exchange:
@@ -280,8 +288,8 @@ class HttpExchange:
     """A response in progress: its head, its body, and its end."""
 
     __slots__ = (
-        "_broken", "_buffered_bytes", "_connection", "_sink", "_sink_error", "_woken", "buffered", "ended", "headers",
-        "reason", "reused", "status",
+        "_broken", "_buffered_bytes", "_connection", "_woken", "buffered", "ended", "headers", "reason", "reused",
+        "sink", "sink_error", "status",
     )  # fmt: skip
 
     def __init__(self, connection: BackendConnection, reused: bool) -> None:
@@ -291,12 +299,12 @@ class HttpExchange:
         self.buffered: list[bytes] = []
         self._buffered_bytes = 0
         # Gets each piece of the body while `flow` runs.
-        self._sink: Callable[[bytes], None] | None = None
+        self.sink: Callable[[bytes], None] | None = None
         # Wakes the reader.
         self._woken: asyncio.Future[None] | None = None
         # The exception class and message for the reader.
         self._broken: tuple[Callable[[str], UpstreamBroken], str] | None = None
-        self._sink_error: Exception | None = None
+        self.sink_error: Exception | None = None
         self.ended = False
         self.status = 0
         self.reason = ""
@@ -315,17 +323,17 @@ class HttpExchange:
 
     async def flow(self, sink: Callable[[bytes], None]) -> None:
         buffered = await self.chunk() if self.buffered else b""
-        self._sink = sink
+        self.sink = sink
         try:
             if buffered:
                 sink(buffered)
-            while self._sink is not None and not self.ended:
+            while self.sink is not None and not self.ended:
                 await self.event()
         finally:
-            self._sink = self._sink_error = None
+            self.sink = self.sink_error = None
 
     def halt(self) -> None:
-        self._sink = None
+        self.sink = None
         self.wake()
 
     def pause(self) -> None:
@@ -344,8 +352,8 @@ class HttpExchange:
     def event(self) -> asyncio.Future[None]:
         """Returns a future of the next event. Raises the failure of the exchange or of the sink."""
         # An exception refers to frames that refer to this exchange, so it is not stored here, to avoid a cycle.
-        if self._sink_error is not None:
-            error, self._sink_error = self._sink_error, None
+        if self.sink_error is not None:
+            error, self.sink_error = self.sink_error, None
             try:
                 raise error
             finally:
@@ -372,18 +380,12 @@ class HttpExchange:
         fields = {name.lower(): value.lower() for name, value in self.headers}
         return "content-length" not in fields and "chunked" not in fields.get("transfer-encoding", "")
 
-    def arrived(self, data: bytes) -> None:
-        if self._sink is None:
-            self.buffered.append(data)
-            self._buffered_bytes += len(data)
-            if self._buffered_bytes > READ_BUFFER_BYTES:
-                self.pause()
-            return
-        try:
-            self._sink(data)
-        except Exception as error:  # noqa: BLE001 - `flow` raises it
-            self.close()
-            self._sink_error = error
+    def hold(self, data: bytes) -> None:
+        """Keeps a piece of the body until somebody reads it."""
+        self.buffered.append(data)
+        self._buffered_bytes += len(data)
+        if self._buffered_bytes > READ_BUFFER_BYTES:
+            self.pause()
 
     def end(self) -> None:
         self.ended = True
