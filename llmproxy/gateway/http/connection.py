@@ -133,11 +133,13 @@ class ClientConnection(web.RequestHandler):
         server = cast("ClientServer | None", self._manager)
         if server is None or self._wire is None or self._address is None:
             return None
+        self.left = self._force_close = True
         server.lose_soon(self._wire.close)
         return True
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self.left = True
+        # No other request begins.
+        self.left = self._force_close = True
         server = cast("ClientServer | None", self._manager)
         if server is None:
             self._lose(exc)

@@ -75,6 +75,30 @@ async def test_clients_that_leave_together_take_a_little_of_many_turns() -> None
     assert 0 < max(ended) <= CALLS
 
 
+async def test_clients_that_left_before_their_turn_begin_no_request() -> None:
+    handler = Waiting()
+    factory = ClientServer(handler, ClientsConfig())
+    made: list[asyncio.BaseProtocol] = []
+    began = 0
+
+    def connection() -> asyncio.BaseProtocol:
+        made.append(factory())
+        return made[-1]
+
+    listening = socket.create_server(("127.0.0.1", 0), backlog=CLIENTS)
+    for _ in range(CLIENTS):
+        with socket.create_connection(listening.getsockname()) as client:
+            client.sendall(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\n\r\na")
+    acceptor = Acceptor([listening], connection)
+    async with asyncio.timeout(10):
+        while len(made) < CLIENTS or factory.connections:
+            await asyncio.sleep(0)
+            began = max(began, handler.running)
+    acceptor.close()
+    # Requests of the first turn began before the proxy read that their clients had left.
+    assert began <= CALLS
+
+
 async def test_bytes_for_a_client_that_left_are_dropped_until_its_handler_is_cancelled() -> None:
     """Otherwise the next bytes of thousands of clients would end as many handlers in one turn."""
     ends: list[str] = []
