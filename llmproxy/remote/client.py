@@ -1,7 +1,7 @@
-"""Client side: asks the process that schedules for leases, over a link that may change.
+"""The client side of leases: asks the scheduling process for leases, over a link that may change.
 
-The client keeps its waiting requests and running leases. On a new link it reports all of them, so that no request loses
-its place in the queue and no response is cut.
+The client keeps its waiting requests and running leases, and reports them on each new link. So no request loses its
+place in the queue, and no response is cut.
 """
 
 from __future__ import annotations
@@ -54,10 +54,13 @@ class _Run(Struct, eq=False):
 
 
 class LeaseClient:
-    """The calls of `Leasing` that concern leases, and other calls of the process that schedules."""
+    """Implements the lease calls of `Leasing` by messages to the scheduling process."""
 
     def __init__(self, backends: Container[str]) -> None:
-        """`backends` are the names of the backends that this process knows."""
+        """
+        Args:
+            backends: Names of the backends that this process knows.
+        """
         self._backends = backends
         self._serial = count(1)
         self._waiting: dict[int, _Waiting] = {}
@@ -71,12 +74,12 @@ class LeaseClient:
 
     @property
     def waiting(self) -> int:
-        """Requests of this process that wait for a lease."""
+        """The number of this process's requests that wait for a lease."""
         return len(self._waiting)
 
     @property
     def running(self) -> int:
-        """Leases that this process has."""
+        """The number of this process's leases."""
         return len(self._runs)
 
     def grant(self, lease: int) -> Grant:
@@ -125,13 +128,15 @@ class LeaseClient:
         self.report(messages.PrefixCached(grant.request.pool, grant.lease, grant.placed.backend, tuple(hashes)))
 
     def response_stored(self, response_id: str, backend: str, tenant: str) -> None:
-        """Report a stored response at once: its client may refer to it at another process once it has the head."""
+        """Reports a stored response at once: once its client has the head, it may refer to the response at another
+        process.
+        """
         self.report(messages.ResponseStored(response_id, backend, tenant))
         if self.link is not None:
             self.link.flush()
 
     def report(self, message: Sendable) -> None:
-        """Send a message, now or on the next link."""
+        """Sends a message now, or on the next link."""
         if self.link is None:
             self._unsent.append(message)
         else:
@@ -140,7 +145,7 @@ class LeaseClient:
     # --- other calls --------------------------------------------------------------------------------------------------
 
     async def answer(self, message: Callable[[int], Message]) -> CallAnswer:
-        """Send the message that `message` returns for a new call number, and wait for the answer.
+        """Sends `message(call number)`, and waits for the answer.
 
         Raises Refused, also if the link is lost. Cancellation is safe: it sends `CancelCall`.
         """
@@ -165,7 +170,7 @@ class LeaseClient:
 
     @contextmanager
     def lasting(self, message: Callable[[int], Message], refused: Callable[[], None]) -> Iterator[None]:
-        """Keep a call open during the block. `refused` is called if it is refused or the link is lost."""
+        """Keeps a call open during the block. Calls `refused` if the call is refused or the link is lost."""
         call, answer = self._open_call(message)
 
         def ended(answer: asyncio.Future[CallAnswer]) -> None:
@@ -181,14 +186,14 @@ class LeaseClient:
             answer.cancel()
 
     async def caught_up(self) -> None:
-        """Wait for all messages that the other side has sent so far. They arrive before the answer to this call."""
+        """Waits for all messages that the other side has sent so far: they arrive before the answer to this call."""
         with suppress(Refused):
             await self.answer(lambda call: messages.Resolve(call, None, 0.0, 0))
 
     # --- events of leases ---------------------------------------------------------------------------------------------
 
     def apply(self, event: LeaseEvent, now: float) -> None:
-        """Report an event of a lease. Without a link, `RunningLease` reports its progress later."""
+        """Reports an event of a lease. Without a link, `RunningLease` reports the progress later."""
         run = self._runs[event.lease]
         match event:
             # The cases are tried in this order: the frequent ones come first.
@@ -209,7 +214,7 @@ class LeaseClient:
     # --- the other side -----------------------------------------------------------------------------------------------
 
     def attach(self, link: Sender, prefixes: Iterable[messages.RememberedPrefix] = ()) -> None:
-        """Use a link, and report all waiting requests, running leases and these prefixes on it."""
+        """Uses a new link, and reports all waiting requests, running leases and `prefixes` on it."""
         now = _now()
         self.link = link
         while self._unsent:
@@ -228,7 +233,9 @@ class LeaseClient:
         link.send(messages.Resumed())
 
     def detach(self, link: Sender | None = None) -> None:
-        """Forget a link that is lost or leads to no leader any more; None: the current link. Its calls are refused."""
+        """Forgets a link that is lost or no longer leads to a leader; None: the current link. Refuses its open
+        calls.
+        """
         if link is None or self.link is link:
             self.link = None
             for answer in self._calls.values():
@@ -236,7 +243,7 @@ class LeaseClient:
                     answer.set_exception(shutting_down())
 
     def handle(self, message: Answer) -> None:
-        """Handle a message from the attached link. Does nothing if its call or lease has ended."""
+        """Handles a message from the attached link. Does nothing if its call or lease has ended."""
         match message:
             case messages.LeaseGranted():
                 self._granted(message)
@@ -274,7 +281,7 @@ class LeaseClient:
         asked.granted.set_result(run.lease)
 
     def _ask_again(self, asked: _Waiting, without: str) -> None:
-        """Ask again with another call number, because the leader may still have a lease with the old number."""
+        """Asks again with another call number, because the leader may still have a lease with the old number."""
         del self._waiting[asked.call]
         asked.call, asked.excluded = next(self._serial), asked.excluded | {without}
         self._waiting[asked.call] = asked
@@ -289,7 +296,9 @@ class LeaseClient:
     # --- refusals -----------------------------------------------------------------------------------------------------
 
     def refuse_waiting(self, since_s: float) -> None:
-        """Refuse waiting requests that are past their deadline, or all of them if the clock is past `since_s`."""
+        """Refuses waiting requests that are past their deadline, or if the clock is past `since_s`, all waiting
+        requests.
+        """
         now = _now()
         for asked in [*self._waiting.values()]:
             if asked.granted.done():
@@ -304,7 +313,7 @@ class LeaseClient:
             asked.granted.set_exception(refused)
 
     def drain(self, *, finish_waiting: bool = False) -> None:
-        """See `Dispatcher.drain`, for the requests of this process."""
+        """Drains this process as `Dispatcher.drain` does."""
         self.draining = True
         if finish_waiting:
             return

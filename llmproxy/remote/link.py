@@ -1,10 +1,10 @@
-"""The connection between a client of leases and the process that grants them, and its frame format.
+"""The connection between a lease client and the scheduling process, and its frame format.
 
-To a relay worker it is a socket pair that the worker inherits: it needs no path and no permission, and no other process
-can use it. Between cluster members it is a TCP connection, with heartbeats and size limits.
+A relay worker inherits one end of a socket pair: it needs no path and no permission, and no other process can use it.
+Cluster members use TCP connections, with heartbeats and size limits.
 
-A frame is a length in four bytes (big endian) and a MessagePack array of the messages that one side sent in one turn of
-its loop. A message is an array whose first item is its kind.
+A frame is a length in four bytes (big endian), and a MessagePack array of the messages that one side sent in one turn
+of its event loop. A message is an array that begins with its kind.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ TO_WORKER: msgspec.msgpack.Decoder[list[ToWorker]] = msgspec.msgpack.Decoder(lis
 
 
 def frame(messages: Iterable[Sendable]) -> bytes:
-    """Returns one frame with these messages."""
+    """Encodes messages as one frame."""
     body = packed(list(messages))
     return _LENGTH.pack(len(body)) + body
 
@@ -71,10 +71,7 @@ class Frames(Generic[MessageT]):
         self._bytes = bytearray()
 
     def feed(self, data: bytes, handle: Callable[[MessageT], object]) -> None:
-        """Pass on the messages of the frames that these bytes complete, and report exceptions of `handle`.
-
-        Raises BrokenFrameError.
-        """
+        """Passes on the messages of completed frames, and reports exceptions of `handle`. Raises BrokenFrameError."""
         buffer = self._bytes
         buffer += data
         begin = 0
@@ -112,10 +109,10 @@ class Sender(Protocol):
 
 
 class Link(asyncio.Protocol, Generic[MessageT]):
-    """An end of a connection. Messages that are sent in one turn of the loop share a frame.
+    """An end of a connection. Messages sent in one turn of the event loop share a frame.
 
-    A link that is not `local` closes when its peer is silent, or does not read. The send buffer of a local link needs
-    no limit: messages come from the requests of one worker, whose number is limited.
+    A link that is not `local` closes when its peer is silent or does not read. A local link needs no limit of its send
+    buffer: its messages come from the requests of one worker, whose number is limited.
     """
 
     def __init__(
@@ -176,7 +173,7 @@ class Link(asyncio.Protocol, Generic[MessageT]):
         self._on_lost()
 
     def identified(self) -> None:
-        """Allow frames of full length, because the peer has proved to be a member."""
+        """Allows frames of full length, because the peer has proved to be a member."""
         self._frames.bytes_max = self._bytes_max
         self._on_broken = None
 
@@ -207,7 +204,7 @@ class Link(asyncio.Protocol, Generic[MessageT]):
     # --- sending ------------------------------------------------------------------------------------------------------
 
     def send(self, message: Sendable) -> None:
-        """Send at the end of this turn of the loop. Does nothing after the connection has ended.
+        """Sends a message at the end of this turn of the event loop. Does nothing after the connection has ended.
 
         The connection must be open.
         """
@@ -219,7 +216,7 @@ class Link(asyncio.Protocol, Generic[MessageT]):
         self._unsent.append(message)
 
     def flush(self) -> None:
-        """Send all queued messages now."""
+        """Sends all queued messages now."""
         messages, self._unsent = self._unsent, []
         if not messages or self.transport.is_closing():
             return
@@ -238,13 +235,13 @@ class Link(asyncio.Protocol, Generic[MessageT]):
             self._loop.call_exception_handler({"message": f"too long to send: {messages[0]!r:.200}"})
 
     def close(self) -> None:
-        """Close the connection after all messages are written."""
+        """Closes the connection after all messages are written."""
         self.flush()
         if self._transport is not None:
             self._transport.close()
 
     def abort(self) -> None:
-        """Close the connection now, without the unsent messages."""
+        """Closes the connection now, without the unsent messages."""
         if self._transport is not None:
             self._transport.abort()
 

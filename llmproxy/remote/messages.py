@@ -1,11 +1,9 @@
-"""The messages between a process that asks for leases and the process that grants them.
+"""The messages between a client of leases (a relay worker or a cluster member) and the process that grants them.
 
-A relay worker or a cluster member asks for leases.
+A lease has the call number of its `Admit`, which the client chose, so it is valid under every later leader.
 
-A lease has the call number of its `Admit`. The client chose the number, so it is valid under every later leader.
-
-Processes of one machine share a clock, and send times of the loop as they are. Cluster members share no clock: the
-sender makes each time relative to its own clock, and the receiver makes it absolute again.
+Processes of one machine share a clock, and send times of the event loop as they are. Cluster members share no clock:
+the sender makes each time relative to its own clock, and the receiver makes it absolute again.
 """
 
 from __future__ import annotations
@@ -66,7 +64,9 @@ class Admit(Message, frozen=True, tag=2):
 
 
 class Resolve(Message, frozen=True, tag=3):
-    """`Dispatcher.resolve`, for a name that the worker does not know. Answered by `NameResolved` or `CallRefused`."""
+    """Calls `Dispatcher.resolve` for a name that the worker does not know. Answered by `NameResolved` or
+    `CallRefused`.
+    """
 
     call: int
     name: str | None
@@ -79,7 +79,7 @@ class Resolve(Message, frozen=True, tag=3):
 class PageRequest(Message, frozen=True, tag=4):
     """A request that is not for an engine. Answered by `PageResponse`.
 
-    It is first sent without its body. After the answer 100 (Continue) it is sent again with its body.
+    It is first sent without its body; after the answer 100 (Continue), again with its body.
     """
 
     call: int
@@ -102,7 +102,7 @@ class DirectRequest(Message, frozen=True, tag=29):
 
 
 class CancelCall(Message, frozen=True, tag=5):
-    """The worker does not need the answer to a call any more. If the call was granted a lease, the lease ends."""
+    """The worker no longer needs the answer to a call. A lease granted to the call ends."""
 
     call: int
 
@@ -150,7 +150,7 @@ class WorkerIdle(Message, frozen=True, tag=15):
 
 
 class LogLinesLost(Message, frozen=True, tag=28):
-    """Number of log lines that the worker dropped because its standard error was not read."""
+    """The number of log lines that the worker dropped because its standard error was not read."""
 
     lines: int
 
@@ -165,7 +165,7 @@ class BufferedBytes(Message, frozen=True, tag=30):
 
 
 class ResponseStored(Message, frozen=True, tag=16):
-    """This backend has stored a response for this tenant."""
+    """A backend has stored a response for a tenant."""
 
     response_id: str
     backend: str
@@ -403,5 +403,5 @@ ToMember = ToClient | Welcome | NotLeader | Members | Drained | Balances | Learn
 
 
 def relative_to(request: Request, now: float) -> Request:
-    """Returns a request with its times relative to `now`. `relative_to(request, -now)` makes them absolute again."""
+    """Makes the times of a request relative to `now`. `relative_to(request, -now)` makes them absolute again."""
     return replace(request, arrived_s=request.arrived_s - now, deadline_s=request.deadline_s - now)

@@ -1,8 +1,8 @@
 """Pages that clients of relay workers request, answered by the scheduler process; in a cluster, by the leader.
 
-The request arrives as bytes and passes through a server of this process over a socket pair. Its syntax, size and client
-limits are not checked again, because the worker has checked them. The response is captured before the server writes it.
-Of the written bytes, only an interim response matters: it means that the server needs the request body.
+The request arrives as bytes and passes through a server of this process over a socket pair. The worker has already
+checked its syntax, size and client limits. The response is captured before the server writes it. Of the written bytes,
+only an interim response matters: it means that the server needs the request body.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from llmproxy.remote.client import LeaseClient
 from llmproxy.remote.messages import PageRequest, PageResponse
 
 CUT_AFTER_S = 0.1
-"""How long a connection may stay open after its response is captured."""
+"""Time for which a connection may stay open after its response is captured."""
 PASSED_ON = web.RequestKey("PASSED_ON", int)
 """On a forwarded request: the number of processes that forwarded it."""
 

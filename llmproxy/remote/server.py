@@ -50,7 +50,7 @@ class Services:
 
 
 class _Lent(Struct, eq=False):
-    """A lease of the client, and how far its attempt has come."""
+    """A lease of the client, and the progress of its attempt."""
 
     lease: Lease
     # Without this, the lease ends when the connection is lost.
@@ -87,32 +87,32 @@ class LeaseServer:
 
     @property
     def open_requests(self) -> int:
-        """Requests of the client that have not ended, including direct ones, which need no lease."""
+        """The number of the client's open requests, including direct ones, which need no lease."""
         return len(self.requests) + self._direct
 
     @property
     def leases(self) -> int:
-        """Number of leases of the client."""
+        """The number of the client's leases."""
         return len(self._lent)
 
     @property
     def waiting(self) -> int:
-        """Number of calls that are not answered yet."""
+        """The number of unanswered calls."""
         return len(self._tasks)
 
     def send(self, message: Message) -> None:
-        """Send one message to the client, if it is connected."""
+        """Sends a message to the client, if it is connected."""
         if self.link is not None:
             self.link.send(message)
 
     # --- links --------------------------------------------------------------------------------------------------------
 
     def attach(self, link: Sender) -> None:
-        """Use a new link, on which the client will report its requests and leases."""
+        """Uses a new link, on which the client will report its requests and leases."""
         self.link, self.resumed, self._shares_clock = link, False, link.local
 
     def detach(self) -> None:
-        """Note a lost link. Leases of the client go on.
+        """Handles a lost link. The client's leases go on.
 
         Pending calls are cancelled. On its next link, the client sends them again with their current age.
         """
@@ -122,7 +122,7 @@ class LeaseServer:
             self._take_back(call)
 
     def end(self) -> None:
-        """The client is gone: cancel its calls and return its leases. Then its requests can be `forget`-ed."""
+        """Cancels the calls of a client that is gone, and returns its leases. Then its requests can be `forget`-ed."""
         self.link = None
         self._cancel_tasks()
         for call in [*self._lent]:
@@ -135,7 +135,7 @@ class LeaseServer:
             task.cancel()
 
     def forget(self, request_id: str, met: bool | None = None) -> None:
-        """Note the end of a request."""
+        """Records the end of a request."""
         self._reported.discard(request_id)
         request = self.requests.pop(request_id, None)
         if request is not None:
@@ -178,7 +178,7 @@ class LeaseServer:
         return lent
 
     def _grant(self, call: int, lent: _Lent) -> None:
-        """Send the lease to the client. The grant may have been lost with an earlier link."""
+        """Sends the lease to the client. The grant may have been lost with an earlier link."""
         grant, lent.acknowledged = lent.lease.grant, False
         at_s = grant.at_s if self._shares_clock else grant.at_s - self._loop.time()
         self.send(
@@ -189,13 +189,15 @@ class LeaseServer:
         self._repeat_cut(lent)
 
     def _repeat_cut(self, lent: _Lent) -> None:
-        """Send the `LeaseCut` of a lease that was cut before the client got it, or whose cut may have been lost."""
+        """Sends the `LeaseCut` of a lease that was cut before the client got it, or whose cut may have been lost."""
         lease = lent.lease
         if lease.on_cut is not None and (lease.revoked or lease.preempted):
             lease.on_cut()
 
     def _take_back(self, call: int, returned: LeaseEvent | None = None) -> None:
-        """Return a lease in the next turn of the loop, after the waiting tasks of this turn. None: its client left."""
+        """Returns a lease in the next turn of the event loop, after this turn's waiting tasks. None: its client
+        left.
+        """
         lease = self._lent.pop(call).lease
         # Breaks the reference cycle of lease and callback, which only the garbage collector could free.
         lease.on_cut = None
@@ -228,7 +230,7 @@ class LeaseServer:
     # --- messages of the client ---------------------------------------------------------------------------------------
 
     def handle(self, message: FromWorker | FromMember) -> None:
-        """Handle a message of the client. A lease that this process could not book has no entry."""
+        """Handles a message of the client. A lease that this process could not book has no entry."""
         match message:
             case LeaseEvent(call):
                 if (lent := self._lent.get(call)) is not None:
@@ -302,7 +304,7 @@ class LeaseServer:
     # --- resuming a client --------------------------------------------------------------------------------------------
 
     def _resume(self, resume: messages.Resume) -> None:
-        """Cancel calls that the client does not report any more."""
+        """Cancels calls that the client no longer reports."""
         self._reported.clear()
         for call, task in self._tasks.items():
             if call not in resume.waiting and call not in resume.running:
@@ -311,7 +313,7 @@ class LeaseServer:
             self._take_back(call)
 
     def _resume_lease(self, running: messages.RunningLease) -> None:
-        """Book a lease that an earlier leader granted, or catch up with the progress of a lease of this leader."""
+        """Books a lease that an earlier leader granted, or records the progress of a lease of this leader."""
         call, now = running.call, self._loop.time()
         request = running.request
         self._reported.add(request.id)

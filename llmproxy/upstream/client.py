@@ -24,7 +24,7 @@ from llmproxy.upstream.port import Body, ConnectFailed, Headers, LocalFailure
 from llmproxy.upstream.tls import PeerTls
 
 IDLE_MAX_S = 4.0
-"""Idle connections are dropped after this; vLLM itself closes them after exactly 5 s."""
+"""Idle connections are dropped after this time; vLLM closes them after exactly 5 s."""
 
 IDLE_DROP_S = 0.1
 """If an idle connection breaks within this time (about a round trip) after a request was sent, the backend had closed
@@ -42,10 +42,10 @@ _Destination = tuple[str, PeerTls | None]
 
 
 class HttpUpstream:
-    """The upstream port over HTTP/1.1. Close it by `close`, or use it as an async context manager.
+    """Implements `Upstream` over HTTP/1.1. Close it by `close`, or use it as an async context manager.
 
-    `endpoints` has the addresses and TLS settings of the backends. If there are `connections_max` connections, the
-    connection that has been idle for longest is closed for a new one. If no connection is idle, there may be more.
+    `endpoints` has the addresses and TLS settings of the backends. At `connections_max` connections, a new connection
+    closes the longest idle one. If none is idle, there may be more.
     """
 
     def __init__(self, endpoints: Endpoints | None = None, connections_max: int = sys.maxsize) -> None:

@@ -1,7 +1,7 @@
 """A connection to a backend, which carries one exchange at a time.
 
-llhttp, the parser of Node.js, parses HTTP/1.1 in its strict mode, and refuses responses that programs could parse
-differently (response splitting). Bytes of a body are passed on in the callback in which they arrive.
+llhttp, the parser of Node.js, parses HTTP/1.1 in strict mode, and refuses responses that programs could parse
+differently (response splitting). Body bytes are passed on in the callback in which they arrive.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ _SWITCHING_PROTOCOLS = 101
 
 
 class ConnectionDropped(UpstreamBroken):
-    """A reused connection broke before any byte of the response.
+    """A reused connection broke before any byte of the response, at `at_s` on the event loop's clock.
 
-    Most likely the backend closed its idle connection at the same moment, which says nothing about the backend's
-    health. `at_s` is the time of the break, on the clock of the event loop.
+    Most likely the backend closed its idle connection at the same moment, which says nothing about its health.
     """
 
     def __init__(self, why: str, at_s: float) -> None:
@@ -146,9 +145,7 @@ class BackendConnection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def abort(self) -> None:
-        """Cuts the connection at once. `close` of a transport would wait for ever for a hanging peer to read the
-        buffered bytes.
-        """
+        """Cuts the connection at once. `close` of a transport would wait for ever for a hanging peer."""
         self._exchange = None
         if self._transport is not None:
             self._transport.abort()

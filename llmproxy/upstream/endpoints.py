@@ -27,9 +27,9 @@ class Endpoints:
         self._backends: Collection[BackendConfig] = ()
 
     def replace(self, backends: Collection[BackendConfig]) -> None:
-        """Replace the set of backends. Of two backends with the same URL, the TLS settings of the last one count.
+        """Replaces the set of backends. If two backends have the same URL, the last one's TLS settings count.
 
-        Raises ConfigError, without any change, for a CA file that cannot be read.
+        Raises ConfigError, without any change, for an unreadable CA file.
         """
         wanted = {backend.url: backend for backend in backends if backend.by_https}
         made = peers_tls(
@@ -42,10 +42,10 @@ class Endpoints:
         self.resolver.follow(backend.url for backend in backends)
 
     async def follow_authorities(self, *, quiet: bool = False) -> None:
-        """Apply changes of the backends' CA files, until cancelled.
+        """Applies changes of the backends' CA files, until cancelled.
 
-        A file that cannot be used is logged once, unless `quiet`, and changes nothing. After a change, open connections
-        finish their request and are not reused.
+        An unusable file is logged once, unless `quiet`, and changes nothing. After a change, open connections finish
+        their request and are not reused.
         """
         while True:
             await asyncio.sleep(LOOK_S)

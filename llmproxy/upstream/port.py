@@ -1,8 +1,8 @@
 """The upstream port: the interface to send a request to a backend and read the response as it arrives.
 
-The relay uses `Upstream` and `Exchange`; `client` implements them. Callers enforce all timeouts but the connect
-timeout: they cancel, or call `Exchange.close`. Both cut the connection at once, because nothing else stops an engine
-from generating.
+The relay uses `Upstream` and `Exchange`; `client` implements them. The port enforces the connect timeout, and callers
+enforce all others: they cancel, or call `Exchange.close`. Both cut the connection at once, because nothing else stops
+an engine from generating.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ class Exchange(Protocol):
         """Names and values in their original order and case, with repetitions. Decoded as surrogate-escaped UTF-8."""
 
     async def chunk(self) -> bytes:
-        """Returns the bytes of the body that have arrived, after waiting for at least one; always b"" after the end.
+        """Waits for at least one byte of the body, and returns the bytes that have arrived; b"" after the end.
 
         Must not be called by two tasks at once. Safe to cancel. Raises UpstreamBroken if the body is cut short.
         """
 
     async def flow(self, sink: Callable[[bytes], None]) -> None:
-        """Pass each further piece of the body to `sink`, in the callback in which it arrives, until the end.
+        """Passes each further piece of the body to `sink`, in the callback in which it arrives, until the end.
 
         Raises UpstreamBroken if the body is cut short. An exception of `sink` cuts the connection and is raised here.
         """
@@ -73,16 +73,13 @@ class Exchange(Protocol):
         """Whether all of the body has arrived."""
 
     def pause(self) -> None:
-        """Stop reading from the backend, which then has to wait (backpressure)."""
+        """Stops reading from the backend, which then has to wait (backpressure)."""
 
     def resume(self) -> None:
-        """Read from the backend again."""
+        """Reads from the backend again."""
 
     def close(self) -> None:
-        """Cut the connection, unless the whole body has arrived and the connection is free again.
-
-        May be called at any time and any number of times.
-        """
+        """Cuts the connection, unless the whole body has arrived and the connection is free again. Idempotent."""
 
 
 async def read_response_body(exchange: Exchange, bytes_max: int) -> bytes:
@@ -110,10 +107,10 @@ class Upstream(Protocol):
         body: Body,
         connect_timeout_s: float,
     ) -> Exchange:
-        """Send a request and wait for the head of the response. Redirects are not followed.
+        """Sends a request and waits for the head of the response. Redirects are not followed.
 
-        A request on an idle connection that the backend was just closing is sent again on a new connection. A GET is
-        sent again whenever a reused connection breaks before a byte of the response. Cancellation cuts the connection.
+        If the backend closes an idle connection just then, the request is sent again on a new connection. A GET is sent
+        again whenever a reused connection breaks before a byte of the response. Cancellation cuts the connection.
 
         Args:
             path_qs: Path and query, sent unchanged.

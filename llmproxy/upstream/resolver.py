@@ -1,7 +1,7 @@
 """Resolves the host names of backends in the background, so that no request waits for a name server.
 
-Look-ups use the system's resolver (`/etc/hosts`, `resolv.conf`). A look-up may take half a minute if a name server does
-not answer, and cannot be cancelled. Each look-up has its own thread, and each name at most one look-up at a time.
+Look-ups use the system's resolver (`/etc/hosts`, `resolv.conf`). If a name server does not answer, a look-up may take
+half a minute, and cannot be cancelled. Each look-up has a thread, and each name at most one look-up at a time.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class _Name:
 class Resolver:
     """Resolves host names. Call `close` at the end.
 
-    Names passed to `follow` are looked up every `REFRESH_S`, and keep their last addresses while look-ups fail. All
-    other names are looked up on demand.
+    Names passed to `follow` are looked up every `REFRESH_S`, and keep their last addresses while look-ups fail. Other
+    names are looked up on demand.
     """
 
     def __init__(self, look_up: LookUp | None = None) -> None:
@@ -70,7 +70,7 @@ class Resolver:
         self._turns = {failed: asyncio.Semaphore(LOOK_UPS_MAX) for failed in (False, True)}
 
     def follow(self, urls: Iterable[str]) -> None:
-        """Set the base URLs whose hosts are looked up in the background."""
+        """Sets the base URLs whose hosts are looked up in the background."""
         hosts = {
             host
             for url in urls
@@ -95,7 +95,7 @@ class Resolver:
         ]
 
     async def look_up(self, host: str) -> Sequence[Address]:
-        """Look a name up now. Concurrent callers share a look-up. Raises OSError."""
+        """Looks a name up now. Concurrent callers share a look-up. Raises OSError."""
         # The look-up goes on for the other callers when one is cancelled.
         return await asyncio.shield(self._ask(host))
 
@@ -187,7 +187,7 @@ class Resolver:
 
 
 async def ask_system(host: str) -> Sequence[Address]:
-    """Look a name up with the system's resolver. Raises OSError."""
+    """Looks a name up with the system's resolver. Raises OSError."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[Sequence[Address]] = loop.create_future()
 
@@ -222,8 +222,8 @@ async def ask_system(host: str) -> Sequence[Address]:
 
 
 def _local_addresses(host: str) -> Sequence[Address] | None:
-    """Returns the addresses of an IP address or a localhost name (RFC 6761, section 6.3); None if a look-up is
-    needed.
+    """Returns the addresses of an IP address or a localhost name (RFC 6761, section 6.3); None if it needs a
+    look-up.
     """
     if f".{host.rstrip('.').lower()}".endswith(".localhost"):
         return _loopback()

@@ -37,9 +37,9 @@ class PeerTls:
 
 
 def peers_tls(backends: Iterable[BackendConfig]) -> dict[str, PeerTls]:
-    """Returns base URL -> TLS settings of every https backend, including templates of DNS names.
+    """Maps base URLs of https backends, including templates of DNS names, to TLS settings.
 
-    Raises ConfigError for a CA file that cannot be read.
+    Raises ConfigError for an unreadable CA file.
     """
     peers = {}
     for i, backend in enumerate(backends):
@@ -52,7 +52,7 @@ def peers_tls(backends: Iterable[BackendConfig]) -> dict[str, PeerTls]:
 
 
 def ca_error(backend: BackendConfig, error: OSError) -> str:
-    """Returns the message about a CA file that cannot be used, for people."""
+    """Returns a message for people about an unusable CA file."""
     return f"{backend.tls.ca} holds no certificate: {error.strerror or error}"
 
 

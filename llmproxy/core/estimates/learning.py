@@ -11,14 +11,12 @@ def gain(least: float, seen: int) -> float:
 
 
 def follow(mean: float, observed: float, weight: float) -> float:
-    """Returns an exponentially weighted mean after the observation `observed` with this weight (0..1)."""
+    """Returns an exponentially weighted mean after `observed`, which has this weight (0..1)."""
     return mean + weight * (observed - mean)
 
 
 def follow_ratio(mean: float, observed: float, weight: float, least: float, most: float) -> float:
-    """Returns a geometric mean after one more observation of this weight. The observation is clipped to `least`..`most`
-    times the mean.
-    """
+    """Returns a geometric mean after another observation of this weight, clipped to `least`..`most` times the mean."""
     ratio: float = min(most, max(least, observed / mean)) ** weight
     return mean * ratio
 

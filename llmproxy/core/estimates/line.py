@@ -20,13 +20,13 @@ WAIT_S = 1.0
 
 
 class LearnedLine:
-    """y = base + slope * x, a least squares fit of relative errors with exponential forgetting.
+    """Learns y = base + slope * x: a least squares fit of relative errors with exponential forgetting.
 
     `base` and `slope` are never negative.
 
     Args:
         base, slope: The initial guess. It counts as two points, at x = 0 and x = `scale`, which a few observations
-            outweigh.
+        outweigh.
         jitter: The part of an error that does not grow with y.
         steep: Lower bound of slope / base. It prevents a slope of 0 if the observed times do not grow with x.
     """
@@ -68,9 +68,9 @@ class LearnedLine:
 class FirstToken(LearnedLine):
     """Predicts, for one pool, the seconds from the grant to the first byte of an answer to x prompt tokens.
 
-    The time includes the wait inside the engine and the effect of the prefix cache at the current load. So the length
-    of a prompt alone predicts its first byte. (`PoolRates.prefill` is only the computing time of uncached tokens.) The
-    initial guess is 0, so that no request is refused because of a guess.
+    The time includes the wait inside the engine and the effect of the prefix cache at the current load.
+    (`PoolRates.prefill` is only the computing time of uncached tokens.) The initial guess is 0, so that no request is
+    refused because of a guess.
     """
 
     def __init__(self) -> None:

@@ -58,7 +58,7 @@ class Estimator:
         return self._models.get(model, UNLEARNED).bytes_per_token
 
     def learn(self, model: str, prompt_bytes: int | None, sequences: int | None, usage: Usage) -> None:
-        """Learn from the `usage` of one answer.
+        """Learns from the `usage` of one answer.
 
         `prompt_bytes` is None if the prompt was sent as token ids, `sequences` is None if the engine generates nothing.
         """
@@ -90,8 +90,8 @@ class Estimator:
 def usage_max(facts: RequestFacts, context_tokens: int | None, sequences: int = 1) -> Usage:
     """Returns an upper bound of the tokens that an engine can report for an answer of `sequences` sequences.
 
-    No sequence is longer than the context, whether its prompt is text, media or a stored conversation. The bytes of the
-    prompt are the bound only if no backend publishes its context.
+    No sequence is longer than the context, whether its prompt is text, media or a stored conversation. If no backend
+    publishes its context, the bound follows from the bytes of the prompt.
     """
     if context_tokens is not None:
         prompt = context = min(context_tokens, CONTEXT_TOKENS_MAX)
@@ -103,8 +103,8 @@ def usage_max(facts: RequestFacts, context_tokens: int | None, sequences: int = 
 
 
 def believable(usage: Usage, most: Usage) -> Usage | None:
-    """Returns `usage` if its counts are possible, else None: a count is negative or above `most`. Of an impossible
-    cached count, only this count is dropped.
+    """Returns `usage` if its counts are possible, else None: a count is negative or above `most`. An impossible cached
+    count is dropped alone.
     """
     if not (0 <= usage.prompt_tokens <= most.prompt_tokens and 0 <= usage.output_tokens <= most.output_tokens):
         return None

@@ -1,4 +1,4 @@
-"""Splits the time of non-streamed answers into prompt and output tokens, learned online."""
+"""Divides the time of non-streamed answers into prompt and output tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from llmproxy.core.estimates.line import JITTER_S, KEEP, OUTLIER, SPREAD_MIN
 class WholeAnswers:
     """Learns `prompt` and `steps`: the real times of prompts and of output tokens, divided by their assumed times.
 
-    Of a non-streamed answer, only the end is observed. The two factors are fitted by least squares of relative errors,
+    Only the end of a non-streamed answer is observed. The two factors are fitted by least squares of relative errors,
     with exponential forgetting. If all answers have about the same ratio of prompt to output, the factors cannot be
     told apart, and a small penalty (ridge regression) draws both to a common factor.
     """

@@ -62,13 +62,11 @@ class Admission:
         self._settings = settings
 
     def enter(self, request: Request, excluded: frozenset[str], entry: AdmissionKind, now: float) -> list[Drop]:
-        """Admits a request, and returns the requests that were shed for it. A refusal changes nothing.
+        """Admits a request, and returns the requests that were shed for it. Raises Refused, and then changes nothing.
 
         Limits are not checked again for a request that comes back after a failed attempt or a preemption, or that
         another scheduler admitted: such requests are few, and a refusal would defeat the retry. When a total limit is
         reached, the newest requests of the lowest band are shed for a request of a higher band.
-
-        Raises Refused if the request is not admitted.
         """
         excluded, on_hold = self._servable(request, excluded, entry, now)
         service_s = self._first_token.at(request.prompt_tokens)
@@ -97,8 +95,8 @@ class Admission:
     ) -> tuple[frozenset[str], bool]:
         """Returns (backends that the request must not use, whether the request is held until a backend is up).
 
-        The set is `excluded` plus `request.avoid`, or `excluded` alone if no other backend is up. For a held request,
-        backends that may come back are removed from the set. Raises Refused if no backend can come up.
+        The set is `excluded` plus `request.avoid`, or only `excluded` if no other backend is up. For a held request,
+        the set leaves out backends that may come back. Raises Refused if no backend can come up.
         """
         if request.backend is not None:
             return excluded, self._waits_for_own_backend(request, request.backend)

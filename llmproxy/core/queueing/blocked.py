@@ -21,7 +21,7 @@ class BlockedRequests:
 
     A request is blocked if an in-flight limit of its tenant or model is reached, or if the only backend that may serve
     it has no free slot. Each such limit and backend has a queue: highest band first, then earliest arrival. A blocked
-    request does not delay later requests of its flow, and returns to its position in the flow when it may be granted.
+    request does not delay its flow, and returns to its position in the flow when it may be granted.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class BlockedRequests:
         line.push((-queued.request.band, queued.request.arrived_s), queued, size)
 
     def remove(self, queued: Queued) -> None:
-        """Remove a blocked request, which goes back to its flow or leaves the waiting room."""
+        """Removes a blocked request, which goes back to its flow or leaves the waiting room."""
         assert queued.blocked_by is not None
         queued.gone = True
         self.size -= 1
@@ -53,13 +53,13 @@ class BlockedRequests:
             del self._sizes[queued.blocked_by], self._queues[queued.blocked_by]
 
     def next(self, free: Callable[[str, int], int], lowest: int | None = None) -> list[Queued]:
-        """Takes out the requests that may go back to their flows.
+        """Removes and returns the requests that may go back to their flows.
 
         Args:
             free: (Queue, band of its first request) -> how many requests of the queue could be granted.
-            lowest: The lowest band to take; None in the first round of a scheduling pass. The first round leaves
-                slots for requests that went back earlier and still wait. The second round does not, because those
-                requests fit on no backend.
+            lowest: The lowest band to take; None in the first round of a scheduling pass. The first round leaves slots
+                for requests that went back earlier and still wait. The second round does not, because no backend can
+                take those requests.
         """
         back: list[Queued] = []
         for name in list(self._queues):
@@ -75,27 +75,25 @@ class BlockedRequests:
         return back
 
     def first(self, limits: UsageLimits) -> Key:
-        """Returns (-band, arrival) of the first request whose usage limit is not reached; NONE_BLOCKED if there is
-        none.
-        """
+        """Returns (-band, arrival) of the first request whose usage limit is not reached; NONE_BLOCKED without one."""
         names = (name for name in self._queues if not name.startswith(OF_BACKEND) and limits.free(name))
         heads = (self._queues[name].least() for name in names)
         return min((entry[0] for entry in heads if entry is not None), default=NONE_BLOCKED)
 
     def at_backends(self, band: int) -> Iterator[Queued]:
-        """Yields the first request of each backend queue if it belongs to this band."""
+        """Yields the first request of each backend queue whose first request belongs to `band`."""
         for name, line in self._queues.items():
             if name.startswith(OF_BACKEND) and (entry := line.least()) is not None and entry[2].request.band == band:
                 yield entry[2]
 
     def left(self, name: str) -> None:
-        """Records that a request that had gone back from this queue to its flow left the flow."""
+        """Records that a request, which had gone back from this queue to its flow, left the flow."""
         self._back[name] -= 1
         if not self._back[name]:
             del self._back[name]
 
     def counts(self) -> dict[tuple[int, str], int]:
-        """Returns (band, queue name) -> number of blocked requests."""
+        """Maps (band, queue name) to the number of blocked requests."""
         return {where: blocked for where, blocked in self._by_band.items() if blocked}
 
     def any_below(self, level: int) -> bool:

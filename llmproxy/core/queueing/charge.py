@@ -1,4 +1,4 @@
-"""The resource that fairness policies share out: tokens or requests."""
+"""The resource that fairness policies divide: tokens or requests."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ class Charge(ABC):
 
     @abstractmethod
     def final(self, request: Request, usage: Usage) -> float:
-        """Returns the final cost of an attempt, also if its answer was cut short. Called once per attempt; a subclass
-        may learn from it.
-        """
+        """Returns the final cost of an attempt, also if its answer was cut short. Called once per attempt."""
 
 
 charges: Registry[Callable[[Settings], Charge]] = Registry("charged resource")
@@ -64,7 +62,7 @@ class Tokens(Charge):
 
 @charges.register("requests")
 class Requests(Charge):
-    """The charge that costs 1 for each request, whatever its size."""
+    """The cost of each request is 1, whatever its size."""
 
     def estimate(self, request: Request) -> float:
         return 0.0 if request.stage is DECODE else 1.0

@@ -15,9 +15,9 @@ class Deadlines:
     """The deadlines of the requests that wait in one pool.
 
     A pool has two clocks, and one of them runs at a time. While a backend is up, the normal clock measures each
-    request's maximum wait. While no backend is up, requests are held and the hold clock runs: for `no_backend_wait_s`,
-    or for their maximum wait if that is shorter. So a rolling restart costs no request its position. With
-    `no_backend_wait_s` 0, the normal clock always runs.
+    request's maximum wait. While no backend is up, the hold clock measures `no_backend_wait_s`, or the maximum wait if
+    that is shorter. So a rolling restart costs no request its position. With `no_backend_wait_s` 0, the normal clock
+    always runs.
     """
 
     def __init__(self, no_backend_wait_s: float, waiting: Mapping[str, Queued]) -> None:
@@ -36,7 +36,7 @@ class Deadlines:
         self._unsorted: list[Queued] = []
 
     def reconfigure(self, no_backend_wait_s: float, now: float) -> None:
-        """Applies another `no_backend_wait_s` from now on, also to waiting requests."""
+        """Applies a new `no_backend_wait_s` from now on, also to waiting requests."""
         if no_backend_wait_s == self._no_backend_wait_s:
             return
         self._no_backend_wait_s = no_backend_wait_s
@@ -55,7 +55,7 @@ class Deadlines:
             self._running, self._since_s = running, now
 
     def enter(self, queued: Queued, now: float, left_s: float) -> None:
-        """Add `queued`, which is due in `left_s`."""
+        """Adds `queued`, which is due in `left_s`."""
         normal_s, hold_s = self._elapsed_s
         if self._since_s is None:
             pass
@@ -71,24 +71,26 @@ class Deadlines:
         self._entered.append(queued)
 
     def next(self, now: float) -> float | None:
-        """Returns when the next request is due, as long as the same clock runs; None without requests."""
+        """Returns when the next request is due on the running clock; None without requests."""
         self._sort()
         entry = self._heaps[self._running].least()
         return None if entry is None else now + entry[0] - self._read(self._running, now)
 
     def left_s(self, queued: Queued, now: float) -> float:
-        """Returns the seconds that `queued` may still wait, as long as the same clock runs."""
+        """Returns the seconds that `queued` may still wait on the running clock."""
         return queued.due_s[self._running] - self._read(self._running, now)
 
     def own_left_s(self, queued: Queued, now: float) -> float:
-        """Returns the seconds left to `queued` on the normal clock, which does not run while the request is held."""
+        """Returns the seconds that `queued` may still wait on the normal clock, which is stopped while the request is
+        held.
+        """
         elapsed_s = self._elapsed_s[0]
         if not self._running and self._since_s is not None:
             elapsed_s = elapsed_s + now - self._since_s
         return queued.due_s[0] - elapsed_s
 
     def due(self, now: float, most: int) -> list[Queued]:
-        """Take out at most `most` requests whose deadline has passed, the earliest first."""
+        """Removes and returns at most `most` requests whose deadline has passed, the earliest first."""
         running, elapsed_s = self._running, self._elapsed_s[self._running]
         if self._since_s is not None:
             elapsed_s = elapsed_s + now - self._since_s

@@ -14,12 +14,12 @@ from llmproxy.core.settings import BELOW_HIGHEST, Settings
 
 
 class Headroom:
-    """The ceilings of one pool.
+    """The ceilings of one pool. The slots above a ceiling are for higher bands.
 
-    The slots above a ceiling are for higher bands. A band is in use for `headroom_s` after its last request. No slots
-    are reserved for a band that is not in use: a band has the highest of its own ceiling and the ceilings of the unused
-    bands below the next higher band in use. The next request of an unused band restores the ceilings. If all backends
-    are full then, this request waits for the end of one answer at most.
+    A band is in use for `headroom_s` after its last request. No slots are reserved for a band that is not in use: a
+    band has the highest of its own ceiling and the ceilings of the unused bands below the next higher band in use. The
+    next request of an unused band restores the ceilings. If all backends are full then, this request waits for the end
+    of one answer at most.
 
     Bands below the highest band in use must always leave a slot free: on each backend with at least four sequences
     (`View.slots`), or in the whole pool if all backends are smaller (`keeps_slot`), except in a pool of a single slot.
@@ -40,7 +40,7 @@ class Headroom:
         self._count_used()
 
     def used(self, band: int, now: float) -> None:
-        """Records a request of `band`, which makes the band used."""
+        """Records a request of `band`."""
         if band not in self._used_s:
             self._used_s = {other: used_s for other, used_s in self._used_s.items() if self._lasts(used_s, now)}
             self._used_s[band] = now
@@ -70,7 +70,7 @@ class Headroom:
         return ceiling if above is None else min(ceiling, BELOW_HIGHEST * self._highest)
 
     def keeps_slot(self, band: int, views: Sequence[View], now: float) -> bool:
-        """Returns whether the pool has a single free slot, which is reserved for a band above `band`."""
+        """Returns whether the pool has a single free slot that is reserved for a band above `band`."""
         if band >= self._most or self._next_above(band, now) is None:
             return False
         free, idle = 0, True
@@ -94,15 +94,15 @@ class Headroom:
         return max(1, min(places, sum(min(view.limit, view.slots(self._highest)) for view in able) - 1))
 
     def used_above(self, band: int, now: float) -> bool:
-        """Whether a band above `band` is in use."""
+        """Returns whether a band above `band` is in use."""
         return self._next_above(band, now) is not None
 
     def views_for(self, band: int, views: Sequence[View], now: float) -> Sequence[View]:
-        """Returns `views`, where a backend with requests that wait inside its engine may be closed to `band`.
+        """Returns `views`, some of them closed to `band` because requests wait inside their engines.
 
-        Such a backend is closed to a band below `default` while a higher band is in use, because requests of the higher
-        band would wait behind this band in the engine. It is closed to a band above `default` beyond the load that the
-        engine was seen to run (`doubtful`), because the request would wait in the engine behind earlier requests.
+        While a higher band is in use, a band below `default` may not send to such a backend: requests of the higher
+        band would wait behind it in the engine. A band above `default` may send only up to the load that the engine was
+        seen to run (`doubtful`), because beyond it the request would wait in the engine behind earlier requests.
         """
         if band == DEFAULT or not any(view.waiting for view in views):
             return views

@@ -18,7 +18,7 @@ HeapEntry = tuple[Key, int, Item]
 
 
 class LazyHeap(Generic[Key, Item]):
-    """A priority queue. A push is O(log n). A removal costs nothing: removed entries stay in the heap, and are skipped
+    """A priority queue with O(log n) pushes. A removal costs nothing: a removed entry stays in the heap, and is skipped
     because `counts(entry)` is false.
     """
 
@@ -30,7 +30,7 @@ class LazyHeap(Generic[Key, Item]):
         self._serial = count()
 
     def push(self, key: Key, item: Item, live: int) -> HeapEntry[Key, Item]:
-        """Add an entry and return it. A heap with far more than `live` entries is cleaned up first."""
+        """Adds an entry and returns it. Cleans up a heap with far more than `live` entries first."""
         if len(self.entries) >= 64 + 2 * live:
             self.entries = [entry for entry in self.entries if self._counts(entry)]
             heapify(self.entries)
@@ -39,14 +39,14 @@ class LazyHeap(Generic[Key, Item]):
         return entry
 
     def least(self) -> HeapEntry[Key, Item] | None:
-        """Returns the least valid entry, None without any."""
+        """Returns the least valid entry, None without one."""
         entries = self.entries
         while entries and not self._counts(entries[0]):
             heappop(entries)
         return entries[0] if entries else None
 
     def pop(self) -> Item:
-        """Take out the entry that `least` has just returned, and return its item."""
+        """Removes the entry that `least` has just returned, and returns its item."""
         return heappop(self.entries)[2]
 
     def before(self, item: Item) -> int | None:
@@ -110,7 +110,7 @@ class KeyedHeap:
         return default
 
     def take_below(self, *key: float) -> list[str]:
-        """Take out all names whose key is less than `key`."""
+        """Removes and returns all names whose key is less than `key`."""
         taken: list[str] = []
         heap = self._sorted()
         while (least := heap.least()) is not None and least[0] < key:

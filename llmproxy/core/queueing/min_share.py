@@ -10,8 +10,7 @@ would collect credit without limit."""
 
 
 class MinShares:
-    """A credit for each band: a waiting band earns its share of all granted work, and pays for work that is granted to
-    it.
+    """A credit for each band: a waiting band earns its share of all granted work, and pays for work granted to it.
 
     A band with credit goes before all other bands until the credit is used up. Bands without a configured share have no
     credit.
@@ -22,15 +21,14 @@ class MinShares:
         self.reconfigure(shares)
 
     def reconfigure(self, shares: Mapping[int, float]) -> None:
-        """Apply other shares; the credit of a band that still has a share stays."""
+        """Applies new shares. A band that still has a share keeps its credit."""
         self.shares = {band: share for band, share in shares.items() if share > 0.0}
         self._credits = {band: self._credits.get(band, 0.0) for band in self.shares}
 
     def granted(self, band: int, cost: float, waiting: Iterable[int]) -> dict[int, float]:
-        """Credits the waiting bands for work of `cost` that was granted to `band`. `waiting`: the bands with waiting
-        requests.
+        """Credits the `waiting` bands for work of `cost` that was granted to `band`.
 
-        Returns band -> change of its credit, for `undone`.
+        Returns the change of each band's credit, for `undone`.
         """
         before = dict(self._credits)
         if band in self._credits:
@@ -42,7 +40,7 @@ class MinShares:
         return {changed: self._credits[changed] - was for changed, was in before.items()}
 
     def undone(self, changes: Mapping[int, float], cost: float) -> None:
-        """Reverts the `changes` of credits of a grant of `cost` that was not used."""
+        """Reverts the `changes` of credits by a grant of `cost` that was not used."""
         for band, change in changes.items():
             if band not in self._credits:
                 continue

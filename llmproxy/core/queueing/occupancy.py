@@ -22,7 +22,7 @@ _NOTHING = _Usage()
 
 @dataclass(frozen=True, slots=True)
 class Full:
-    """A reached limit of the waiting room, named as in the configuration. `total`: whether the limit is for all bands
+    """A reached limit of the waiting room, named as in the configuration. `total`: whether it is for all bands
     together.
     """
 
@@ -34,8 +34,8 @@ class Full:
 class Occupancy:
     """Waiting requests, body bytes and estimated tokens (prompt and answer) of this process, over all pools.
 
-    Each of these three sums is limited per flow, per band and in total. The object also records when each request began
-    to wait.
+    Each of these sums is limited per flow, per band and in total. The object also records when each request began to
+    wait.
     """
 
     def __init__(self, limits: QueueSettings) -> None:
@@ -47,13 +47,13 @@ class Occupancy:
         self._since_s: defaultdict[int, OrderedDict[str, float]] = defaultdict(OrderedDict)
 
     def reconfigure(self, limits: QueueSettings) -> None:
-        """Apply other limits. Waiting requests stay, even above the limits."""
+        """Applies new limits. Waiting requests stay, even above the limits."""
         self._limits = limits
 
     def full(self, request: Request, without: Sequence[Request] = ()) -> Full | None:
         """Returns the first limit that `request` would exceed (of its flow, of its band, in total); None if it fits.
 
-        `without`: requests of lower bands that are counted as if they had left.
+        Requests of lower bands in `without` are counted as if they had left.
         """
         limits = self._limits
         flow = self._flows.get((request.band, request.flow), _NOTHING)
@@ -101,7 +101,7 @@ class Occupancy:
             del self._flows[request.band, request.flow]
 
     def queued(self) -> dict[int, tuple[int, int]]:
-        """Returns band -> (waiting requests, their body bytes)."""
+        """Maps bands to (waiting requests, their body bytes)."""
         return {band: (usage.requests, usage.body_bytes) for band, usage in self._bands.items()}
 
     def since_s(self, request: Request) -> float:
@@ -109,7 +109,7 @@ class Occupancy:
         return self._since_s[request.band][request.id]
 
     def longest_s(self, now: float) -> dict[int, float]:
-        """Returns band -> the longest wait of its requests, since their arrival or their last attempt."""
+        """Maps bands to the longest wait of their requests, since their arrival or their last attempt."""
         return {band: now - next(iter(since_s.values())) for band, since_s in self._since_s.items() if since_s}
 
     def check(self) -> None:
@@ -124,8 +124,7 @@ class Occupancy:
 
 
 class DrainRate:
-    """The rate at which waiting requests get backends, measured over the last grants. `Retry-After` is computed from
-    it.
+    """The rate at which waiting requests get backends, measured over the last grants, for `Retry-After`.
 
     If a granted request waits again, because its attempt failed or was preempted, its grant is not counted.
     """

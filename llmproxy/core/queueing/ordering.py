@@ -20,9 +20,7 @@ Key = tuple[float, float]
 
 
 class Rank(Struct, frozen=True):
-    """The sort key of a request in its flow, least first. From the time `turns_s` on, the key is `then` instead of
-    `key`.
-    """
+    """The sort key of a request in its flow, least first. From the time `turns_s` on, the key is `then`."""
 
     key: Key
     turns_s: float = inf
@@ -53,7 +51,7 @@ class FcfsOrdering(Ordering):
 
 @orderings.register("least_slack")
 class LeastSlack(Ordering):
-    """Least slack first. Slack is the objective minus the time waited minus the expected service time.
+    """Takes the request with the least slack: the objective minus the time waited minus the expected service time.
 
     A request that can no longer meet its objective goes behind others, because serving it first would make others late
     too. From then on it is due `AGED_S` after its arrival, like a request without an objective for the first token.

@@ -22,9 +22,7 @@ time of a pass."""
 
 
 def head_rank(request: Request) -> Rank:
-    """Returns the rank of a preempted request. It goes before all others of its flow, because it had already been
-    granted.
-    """
+    """Returns the rank of a preempted request: before all others of its flow, because it had already been granted."""
     return Rank((-inf, request.arrived_s))
 
 
@@ -208,7 +206,7 @@ class Band:
             self._faults.note(fault)
 
     def refresh(self, now: float) -> None:
-        """Applies the ranks that have changed by time. Flows keep this order until the next call."""
+        """Applies the ranks that have changed with time. Flows keep this order until the next call."""
         while (entry := self.turns.least()) is not None and entry[0] <= now:
             queued = self.turns.pop()
             line = self._lines[queued.request.flow]

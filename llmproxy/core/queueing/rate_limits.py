@@ -23,22 +23,22 @@ class Rates(Protocol):
     """Enforces the rate limits of tenants and models. `admit` and `ended` are called once for each request."""
 
     def reconfigure(self, limits: Mapping[str, UsageLimit], now: float) -> None:
-        """Apply other limits."""
+        """Applies new limits."""
 
     def admit(self, request: Request, now: float) -> None:
-        """Charge a request and its expected tokens. Raises Refused (`rate_limited`)."""
+        """Charges a request and its expected tokens. Raises Refused (`rate_limited`)."""
 
     def used(self, request: Request, tokens: float, now: float) -> None:
         """Charges the tokens of one attempt. The first call for a request replaces its expected tokens."""
 
     def ended(self, request: Request, now: float) -> None:
-        """Refunds expected tokens that were never replaced by `used`, because the request has ended."""
+        """Refunds the expected tokens of an ended request that no `used` call replaced."""
 
     def left_per_min(self, name: str, now: float) -> tuple[float | None, float | None]:
         """Returns the remaining (requests, tokens) of a limit; None for a rate that is not configured or unknown."""
 
     def debts(self, now: float) -> dict[RateName, float]:
-        """Returns, for each rate limit in use, the seconds until it is unused again. The input of `restore`."""
+        """Maps each rate limit in use to the seconds until it is unused again. The input of `restore`."""
 
     def restore(self, debts: Mapping[RateName, float], now: float) -> None:
         """Takes over the debts of the process that this process replaces."""
@@ -64,7 +64,7 @@ class RateLimits:
         self.reconfigure(limits, 0.0)
 
     def reconfigure(self, limits: Mapping[str, UsageLimit], now: float) -> None:
-        """Apply other limits. Charges of the last minute still count."""
+        """Applies new limits. Charges of the last minute still count."""
         self._limits = limits
         buckets = {}
         for limit, kind, per_min in limit_rates(limits, limits):
@@ -73,8 +73,8 @@ class RateLimits:
         self._buckets = buckets
 
     def admit(self, request: Request, now: float) -> None:
-        """Charges a request and its expected tokens. Raises Refused (`rate_limited`). A second call for the same
-        request, because the reply to the first was lost, charges nothing.
+        """Charges a request and its expected tokens. Raises Refused (`rate_limited`). Charges a request only once,
+        because a caller that lost the reply calls again.
         """
         if request.id in self.accounts:
             return
@@ -98,7 +98,7 @@ class RateLimits:
             account.corrected = True
 
     def ended(self, request: Request, now: float) -> None:
-        """Refunds expected tokens that were never replaced by `used`."""
+        """Refunds the expected tokens of an ended request that no `used` call replaced."""
         account = self.accounts.pop(request.id, None)
         if account is not None and not account.corrected:
             self._take(request, -account.tokens, now)
@@ -114,19 +114,19 @@ class RateLimits:
         return None if requests is None else requests.level(now), None if tokens is None else tokens.level(now)
 
     def debts(self, now: float) -> dict[RateName, float]:
-        """Returns, for each rate limit in use, the seconds until it is unused again."""
+        """Maps each rate limit in use to the seconds until it is unused again."""
         found = ((name, bucket.full_in_s(now)) for name, bucket in self._buckets.items())
         return {name: full_in_s for name, full_in_s in found if full_in_s > 0.0}
 
     def restore(self, debts: Mapping[RateName, float], now: float) -> None:
-        """Takes over the debts of another process. Of its own and the restored debt, a rate keeps the greater."""
+        """Takes over the debts of another process. Each rate keeps the greater of its own and the restored debt."""
         for name in debts.keys() & self._buckets.keys():
             bucket = self._buckets[name]
             bucket.take(max(0.0, debts[name] - bucket.full_in_s(now)) * bucket.refill_per_s, now)
 
 
 def limit_rates(limits: Mapping[str, UsageLimit], names: Iterable[str]) -> Iterator[Rate]:
-    """Yields the rates of the limits `names`. Names without a limit are skipped."""
+    """Yields the rates of the named limits, except names without a limit."""
     for name in names:
         limit = limits.get(name)
         if limit is None:
@@ -143,7 +143,7 @@ def expected(request: Request) -> float:
 
 
 def amount(kind: str, tokens: float) -> float:
-    """Returns the charge of a request of `tokens` for a rate of this kind."""
+    """Returns the charge of a request with `tokens` for a rate of this kind."""
     return 1.0 if kind == REQUESTS else tokens
 
 

@@ -25,8 +25,8 @@ _UNLIMITED = _Use(None)
 class UsageLimits:
     """The usage of all limited tenants and models, over all pools of the process.
 
-    A request above an in-flight limit waits (`full`). A request above a rate is refused (`admit`), because a client
-    that knows when to retry can plan, and a hanging client cannot.
+    A request above an in-flight limit waits (`full`). A request above a rate is refused (`admit`), so that the client
+    learns when to retry instead of hanging.
     """
 
     def __init__(self, limits: Mapping[str, UsageLimit], rates: Rates | None = None) -> None:
@@ -37,7 +37,7 @@ class UsageLimits:
         self._between: dict[str, Request] = {}
 
     def reconfigure(self, limits: Mapping[str, UsageLimit], now: float) -> None:
-        """Apply other limits. Requests in flight and charges of the last minute still count."""
+        """Applies new limits. Requests in flight and charges of the last minute still count."""
         self._limits = limits
         for name in [name for name in self._uses if name not in limits]:
             self._uses[name].most = None
@@ -50,12 +50,12 @@ class UsageLimits:
         return self._uses.get(name, _UNLIMITED)
 
     def _tidy(self, name: str) -> None:
-        """Forgets a limit that was removed from the settings, once nothing is in flight under it."""
+        """Forgets a removed limit, once nothing is in flight under it."""
         if name not in self._limits and not self._uses[name].in_flight:
             del self._uses[name]
 
     def admit(self, request: Request, now: float) -> None:
-        """Charge a new request and its expected tokens.
+        """Charges a new request and its expected tokens.
 
         Raises Refused (`rate_limited`) if a rate of its limits is used up.
         """
@@ -85,9 +85,7 @@ class UsageLimits:
             self._uses.setdefault(name, _Use(None)).in_flight += 1
 
     def begin_between_stages(self, request: Request) -> None:
-        """Counts a request as in flight between its prefill stage, which has ended, and the grant of its decode
-        stage.
-        """
+        """Counts a request as in flight between the end of its prefill stage and the grant of its decode stage."""
         self._between[request.id] = request
 
     def end_between_stages(self, request_id: str) -> None:
@@ -101,7 +99,7 @@ class UsageLimits:
             self._tidy(name)
 
     def released(self, request: Request, used_tokens: int | None, now: float) -> None:
-        """Records the end of an attempt. `used_tokens` are the engine's count; None if the engine used none or did not
+        """Records the end of an attempt. `used_tokens` are the engine's count; None if it used none or did not
         report.
         """
         self._leave(request)

@@ -71,7 +71,7 @@ class WaitingRoom:
         self.order: list[int] = []
 
     def reconfigure(self, settings: Settings, now: float) -> None:
-        """Apply other settings. Bands and their requests stay."""
+        """Applies new settings. Bands and their requests stay."""
         self._settings = settings
         self.deadlines.reconfigure(settings.queue.no_backend_wait_s, now)
 
@@ -90,7 +90,7 @@ class WaitingRoom:
         return [level for level in self.order if self.bands[level].size]
 
     def any_below(self, level: int) -> bool:
-        """Whether a request of a band below `level` waits, in its flow or blocked."""
+        """Returns whether a request of a band below `level` waits, in its flow or blocked."""
         for lower in self.order:
             if lower < level and self.bands[lower].size:
                 return True
@@ -113,9 +113,7 @@ class WaitingRoom:
     def enter(
         self, request: Request, rank: Rank, excluded: frozenset[str], now: float, *, on_hold: bool = False
     ) -> None:
-        """Adds `request`. `on_hold`: none of the backends that it may use is up, so it waits for at most
-        `no_backend_wait_s`.
-        """
+        """Adds `request`. `on_hold`: none of its backends is up, so it waits for at most `no_backend_wait_s`."""
         queued = Queued(request, rank, excluded, on_hold=on_hold)
         self.waiting[request.id] = queued
         self._labels[request.label] = request.id
@@ -132,7 +130,7 @@ class WaitingRoom:
         self.bands[request.band].push(queued, now)
 
     def leave(self, queued: Queued) -> Waited | None:
-        """Remove a request. Returns why it waited, None if no decision made it wait."""
+        """Removes a request. Returns why it waited, None if no decision made it wait."""
         request = queued.request
         # Most requests do not wait, so `waited` is rarely called.
         waited = self.waited(queued) if self._wait_reasons or queued.back_from or queued.blocked_by else None
@@ -171,7 +169,7 @@ class WaitingRoom:
         return self._occupancy.full(request, [queued.request for queued in without] if without else ())
 
     def bound_to(self, backend: str) -> list[Queued]:
-        """Returns the waiting requests that may go to no backend but `backend`."""
+        """Returns the waiting requests that only `backend` may serve."""
         return [queued for queued in self.waiting.values() if queued.request.backend == backend]
 
     def newest_below(self, level: int) -> Generator[Queued, None, None]:
@@ -190,14 +188,12 @@ class WaitingRoom:
     # --- blocked requests ----------------------------------------------------------------------------------
 
     def block(self, queued: Queued, limit: str) -> None:
-        """Move a request from its flow to the blocked requests of `limit`, a usage limit or `backend:NAME`."""
+        """Moves a request from its flow to the blocked requests of `limit`, a usage limit or `backend:NAME`."""
         self._take_out(queued)
         self.blocked.block(limit, self._copy(queued))
 
     def refresh(self, now: float) -> None:
-        """Applies changes that time and ended leases cause: changed ranks, and blocked requests that may go back to
-        their flows.
-        """
+        """Applies ranks that have changed with time, and returns blocked requests to their flows."""
         if self.blocked.size:
             self.readmit(now)
         for band in self.bands.values():

@@ -55,7 +55,7 @@ class StepCurve:
 
     @property
     def sums(self) -> tuple[float, ...]:
-        """The sums that the fit consists of, for `restore` in another process."""
+        """The sums of the fit, for `restore` in another process."""
         return tuple(self._sums)
 
     def restore(self, sums: Sequence[float], at_s: float) -> bool:
@@ -75,7 +75,7 @@ class StepCurve:
         return True
 
     def learn(self, steps: float, took_s: float, sequences: float, prompt_tokens: float, now: float) -> None:
-        """Learns that `steps` (above 0) took `took_s`, with a mean of `sequences`, while the engine computed
+        """Learns from `steps` (above 0) that took `took_s` with a mean of `sequences`, while the engine computed
         `prompt_tokens`.
         """
         sums, passed_s = self._sums, now - self._at_s

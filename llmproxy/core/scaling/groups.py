@@ -1,4 +1,4 @@
-"""Spreads the needed replicas over groups of different cost and speed, beginning with the most work for the cost."""
+"""Divides the needed replicas among groups of different cost and speed, beginning with the most work for the cost."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class GroupNeed(Struct, frozen=True):
 
 
 def spread(need: float, groups: Sequence[Group]) -> dict[str, GroupNeed]:
-    """Spreads `need` over groups. The unit of `need` is a replica of the usual speed.
+    """Divides `need` among groups. The unit of `need` is a replica of the usual speed.
 
     Each group first gets its `min`. The rest goes to the group with the lowest cost for its speed up to its `max`, then
     to the next group. Need above every `max` is dropped. Replicas that are up are not considered, so starting replicas

@@ -103,7 +103,7 @@ class _Window:
         self._totals: dict[int, list[float]] = {}
 
     def totals(self, slots: Mapping[int, Mapping[int, Count]], current: int) -> Mapping[int, Sequence[float]]:
-        """Returns size class -> [requests, prompt tokens], relative to the slot `current`."""
+        """Maps size classes to [requests, prompt tokens], relative to the slot `current`."""
         if self._at is None or not 0 <= current - self._at < HISTORY_SLOTS:
             self._totals = {}
             self._add(slots, range(current - self._begin, current - self._end), 1.0)
@@ -197,7 +197,7 @@ class Mix:
             )
 
     def within(self, now: float, begin_s: int, end_s: int = 0) -> dict[int, Count]:
-        """Returns size class -> arrivals between `begin_s` and `end_s` seconds ago, in whole time slots."""
+        """Maps size classes to the arrivals between `begin_s` and `end_s` seconds ago, in whole time slots."""
         current = int(now) // SLOT_S
         totals = self._window(begin_s, end_s).totals(self._slots, current)
         found = {size: Count(*total) for size, total in totals.items() if total[0]}
@@ -221,7 +221,7 @@ class Mix:
         return found
 
     def span_s(self, now: float, window_s: int) -> float:
-        """Returns the length, in seconds, of the last `window_s`; less soon after the first arrival."""
+        """Returns the length of the last `window_s`, in seconds; less soon after the first arrival."""
         first_s = now if self.first_s is None else self.first_s
         return max(1.0, min(window_s + now % SLOT_S, now - first_s))
 

@@ -267,7 +267,7 @@ def _unchanged(up: int, full: int, demand: Demand, settings: ScalingSettings, wa
 
 
 def _seconds(some: Tokens, came: Tokens, capacity: Capacity) -> tuple[float, float]:
-    """Returns the replica-seconds of the prompts and of the answers of `some`, whose mix may differ from `came`."""
+    """Returns the replica-seconds that `some` needs for prompts and for answers. Its mix may differ from `came`."""
     prompts_s = capacity.prompt_s * came.requests * _ratio(some.compute, came.compute)
     return prompts_s, capacity.output_s * came.requests * _ratio(some.output, came.output)
 
@@ -287,7 +287,7 @@ def _work(mix: Mix, came: Tokens, capacity: Capacity, now: float) -> tuple[float
 
 
 def _trend(mix: Mix, start_s: float, now: float) -> float:
-    """Returns by which share the load will have grown when a replica requested now serves, at most `AHEAD_MAX`."""
+    """Returns the share by which the load will have grown when a replica requested now serves, at most `AHEAD_MAX`."""
     if mix.span_s(now, LONG_S + TREND_S) < LONG_S + TREND_S:
         return 0.0
     new = mix.requests_within(now, TREND_S) * TREND_S / mix.span_s(now, TREND_S)

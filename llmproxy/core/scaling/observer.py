@@ -89,7 +89,7 @@ class PoolScaling(LeaseObserver):
         self._settings = settings
 
     def join(self, other: PoolScaling) -> None:
-        """Merges another pool into this one. The requests in flight of the other pool count here until they end."""
+        """Merges another pool into this one. Its requests in flight count here until they end."""
         self._joined.append(other)
         self._on_hold, other._on_hold = self._on_hold + other._on_hold, 0
 
@@ -111,7 +111,7 @@ class PoolScaling(LeaseObserver):
 
     @property
     def start_s(self) -> float:
-        """Seconds until a new replica serves: as configured, else the p90 of the observed times."""
+        """The seconds until a new replica serves: as configured, else the p90 of the observed times."""
         if self._settings.start_s is not None:
             return self._settings.start_s
         if len(self._starts) < STARTS_MIN:
@@ -166,7 +166,7 @@ class PoolScaling(LeaseObserver):
         self._on_hold += change
 
     def left(self, request: Request) -> None:
-        """A request ended or no longer waits."""
+        """Records that a request ended or no longer waits."""
         if request.id in self.waiting:
             prompt_tokens, count = self.waiting.pop(request.id)
             count.requests -= 1
@@ -279,8 +279,9 @@ class Scaling:
             self.pool(name).count_on_hold(change, now)
 
     def rename(self, kept: Mapping[str, str], merged: Mapping[str, str]) -> None:
-        """Rename and merge pools. `kept` maps the old name of a pool to its new name. `merged` maps the name of a pool
-        to the name of the pool that it becomes part of."""
+        """Renames and merges pools. `kept` maps old names to new names. `merged` maps a pool to the pool that it
+        becomes part of.
+        """
         before = dict(self.pools)
         moved = {now: self.pools.pop(was) for was, now in kept.items() if was in before}
         for now, pool in moved.items():
@@ -292,7 +293,7 @@ class Scaling:
                 self.pools[now].join(before[was])
 
     def retain(self, names: Container[str]) -> None:
-        """Drop all pools except `names` and the pools named in the settings."""
+        """Drops all pools except `names` and the pools named in the settings."""
         named = self._settings.pools
         self.pools = {name: pool for name, pool in self.pools.items() if name in names or name in named}
         for name in named:

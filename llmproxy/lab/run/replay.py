@@ -90,8 +90,9 @@ class Run:
         progress: Callable[[int], None] = lambda _: None,
         on_record: Callable[[Record], None] = lambda _: None,
     ) -> None:
-        """Args:
-        on_record: Called with every complete record.
+        """
+        Args:
+            on_record: Called with every complete record.
         """
         self._setup = setup
         self._progress = progress

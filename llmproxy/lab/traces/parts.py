@@ -20,8 +20,9 @@ class Text:
     """
 
     def __init__(self, ids: Iterator[int], block_tokens: int, tokens: int, beginning: Text | None = None) -> None:
-        """Args:
-        tokens: The text's own length, after `beginning`.
+        """
+        Args:
+            tokens: The text's own length, after `beginning`.
         """
         self._ids = ids
         self._block_tokens = block_tokens

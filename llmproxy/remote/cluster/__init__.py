@@ -1,1 +1,3 @@
-"""Several proxies that decide as one: one of them schedules for all, and each relays for its own clients."""
+"""Several proxies that schedule as one. A leader schedules for all members, and each member relays for its own
+clients.
+"""

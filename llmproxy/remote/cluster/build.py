@@ -105,5 +105,5 @@ def open_lock_store(config: ClusterConfig, kubernetes_api: str | None) -> LockSt
 
 
 def config_hash(config: Config) -> str:
-    """Returns a hash of the settings that all members of a cluster should share."""
+    """Returns a hash of the settings that all members should share."""
     return sha256(config.model_dump_json(exclude=set(PER_MEMBER_KEYS)).encode()).hexdigest()[:12]

@@ -25,9 +25,9 @@ from llmproxy.remote.server import LeaseServer, Page, Services
 from llmproxy.scheduling.dispatcher import Dispatcher
 
 RESUME_WAIT_S = 0.3
-"""How long a new leader waits for members to report their requests and leases before it decides."""
+"""Maximum wait of a new leader for members to report their requests and leases, before it decides."""
 WITHOUT_LEADER_S = 5.0
-"""Without a leader, requests are held for the lock time plus this time, and then refused."""
+"""Without a leader, requests are refused after the lock time plus this time."""
 
 
 _log = structlog.get_logger()
@@ -95,7 +95,7 @@ class Cluster:
 
     @property
     def _hello(self) -> Hello:
-        """The Hello of this member now."""
+        """The present Hello of this member."""
         election = self._election
         candidate = not self._resigned and self.lock_error is None and election is not None and election.campaigning
         return replace(self.me, epoch=self.epoch, candidate=candidate)
@@ -103,13 +103,12 @@ class Cluster:
     # --- start and end ------------------------------------------------------------------------------------------------
 
     async def start(self, page: Page, known: Awaitable[object] | None = None) -> None:
-        """Listen for other members, and join the election.
-
-        The member campaigns only after `known`: a leader without backends would refuse the requests of all members.
+        """Listens for other members, and joins the election.
 
         Args:
             page: Answers requests for pages that other members forward to the leader.
-            known: Completes when this process knows its backends. None: it already does.
+            known: Completes when this process knows its backends; None: it already does. The member campaigns only
+                after that, because a leader without backends would refuse the requests of all members.
 
         Raises:
             OSError, ConfigError: The address cannot be used.
@@ -131,12 +130,12 @@ class Cluster:
             self._send_hello()
 
     def reconfigured(self, config: str) -> None:
-        """Announce the hash of a new configuration."""
+        """Announces the hash of a new configuration."""
         self.me = replace(self.me, config=config)
         self._send_hello()
 
     def _send_hello(self) -> None:
-        """Send a new Hello to the leader, because its content has changed."""
+        """Sends a new Hello to the leader, because its content has changed."""
         if self.sessions is not None:
             self.sessions.by_name[self.me.name].hello = self._hello
         if self._connection is not None:
@@ -154,7 +153,7 @@ class Cluster:
 
     @property
     def limit_divisor(self) -> int:
-        """See `StandaloneMode.limit_divisor`. 0: not in standalone mode."""
+        """The divisor of all limits in standalone mode; 0 in any other mode."""
         return self._standalone.limit_divisor
 
     @property
@@ -172,7 +171,7 @@ class Cluster:
         return None if self.has_leader or self._dialer.failure is None else self._dialer.failure[1]
 
     def begin_shutdown(self) -> None:
-        """Resign, as soon as another member can lead. Requests of this member continue."""
+        """Resigns as soon as another member can lead. Requests of this member continue."""
         self._leaving = True
         self._leave()
 
@@ -187,7 +186,7 @@ class Cluster:
             await self._election.resign()
 
     async def close(self) -> None:
-        """Leave the cluster."""
+        """Leaves the cluster."""
         self.network.close()
         self._resigned = True
         await self._resign()
@@ -206,7 +205,9 @@ class Cluster:
             incoming.link.close()
 
     async def _watch(self) -> None:
-        """As leader, announce state for the next leader. Without a leader, refuse late requests or go standalone."""
+        """As leader, announces state for the next leader. Without a leader, refuses late requests or goes
+        standalone.
+        """
         while True:
             await asyncio.sleep(SEEK_S)
             if self._leaving:
@@ -224,7 +225,7 @@ class Cluster:
                     self._hand_over.restore(self._loop.time())
 
     def state(self) -> ClusterState:
-        """The state for the metrics."""
+        """Returns the state for the metrics."""
         return ClusterState(
             self.is_leader, self.has_leader, self.epoch, len(self.members), self.leader_changes, self.last_gap_s,
             self.lock_error is not None,
@@ -280,7 +281,7 @@ class Cluster:
         sessions.end(why)
 
     def _note_new_leader(self) -> float:
-        """Count a change of leader. Returns the seconds without a leader before it."""
+        """Counts a change of leader. Returns the seconds without a leader before it."""
         self.last_gap_s = round(self._loop.time() - self._leader_lost_s, 3)
         self.leader_changes += 1
         return self.last_gap_s
@@ -288,9 +289,9 @@ class Cluster:
     # --- leader side --------------------------------------------------------------------------------------------------
 
     def _resumed(self) -> None:
-        """Begin to grant leases as soon as all members that were known before have reported.
+        """Begins to grant leases as soon as all previously known members have reported.
 
-        A process that has just started knows no members, so it waits for the full RESUME_WAIT_S.
+        A new process knows no members, so it waits for the full RESUME_WAIT_S.
         """
         if self._resume_timer is None or self.sessions is None or not self._expected:
             return
@@ -298,7 +299,7 @@ class Cluster:
             self._start_deciding()
 
     def _start_deciding(self) -> None:
-        """Restore the announced state and begin to decide: the members have reported their requests."""
+        """Restores the announced state and begins to decide, after the members have reported their requests."""
         self._cancel_resume_timer()
         self._hand_over.restore(self._loop.time())
         self._dispatcher.decide_until(self._until_s)
@@ -309,7 +310,7 @@ class Cluster:
             self._resume_timer = None
 
     def stored(self, stored: messages.ResponseStored, by: LeaseServer) -> None:
-        """See `MemberSessions.stored`. Does nothing unless this member leads."""
+        """Records a stored response as `MemberSessions.stored`, if this member leads."""
         if self.sessions is not None:
             self.sessions.stored(stored, by)
 
@@ -318,14 +319,14 @@ class Cluster:
             self.sessions.changed()
 
     def raise_epoch(self, epoch: int) -> None:
-        """See `Election.raise_epoch`. Another member leads, or the store has lost its data."""
+        """Raises the epoch (`Election.raise_epoch`): another member leads, or the store has lost its data."""
         assert self._election is not None
         self._election.raise_epoch(epoch)
 
     # --- member side --------------------------------------------------------------------------------------------------
 
     def welcomed(self, connection: LeaderConnection, welcome: Welcome) -> None:
-        """Follow a leader that has welcomed this member."""
+        """Follows a leader that has welcomed this member."""
         if welcome.epoch < self.epoch or self.is_leader:
             # A former leader that has not noticed its successor yet.
             connection.set_refusal("another member leads by now")
@@ -350,7 +351,7 @@ class Cluster:
             self._connection, self._leader_lost_s = None, self._loop.time()
 
     def lost(self, connection: LeaderConnection, why: str) -> None:
-        """Look for a new leader: the connection ended, or the leader has stopped leading."""
+        """Looks for a new leader: the connection ended, or the leader has stopped leading."""
         connection.set_refusal(why)
         if self._connection is connection:
             _log.warning("cluster_leader_lost", leader=connection.leadership.holder, epoch=self.epoch, why=why)
@@ -359,7 +360,7 @@ class Cluster:
             self._election.check_soon()
 
     def _handle_as_member(self, message: Message) -> None:
-        """Handle a message of the leader, local or remote."""
+        """Handles a message of the leader, local or remote."""
         match message:
             case messages.Answer():
                 self.leasing.handle(message)
@@ -375,7 +376,7 @@ class Cluster:
                 pass
 
     def handle(self, connection: LeaderConnection, message: ToMember) -> None:
-        """Handle a message of a leader in another process."""
+        """Handles a message of a leader in another process."""
         match message:
             case Welcome():
                 self.welcomed(connection, message)

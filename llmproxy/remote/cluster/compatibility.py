@@ -1,8 +1,8 @@
 """Decodes messages of another release: skips unknown kinds and fields, and replaces unknown enum values.
 
-So a release may add kinds that need no answer, trailing fields with defaults, and enum values. A message that the
-receiver must act upon needs a trailing field in Hello or Welcome by which the receiver declares support. Every other
-change needs a new `PROTOCOL`.
+So a release may add kinds that need no answer, trailing fields with defaults, and enum values. For a message that the
+receiver must act upon, the receiver declares support by a trailing field in Hello or Welcome. Every other change needs
+a new `PROTOCOL`.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _type_of = cache(inspect.type_info)
 
 
 class TolerantDecoder(Generic[MessageT]):
-    """Decodes frames that may come from another release. It skips messages of unknown kinds.
+    """Decodes frames that may come from another release. Skips messages of unknown kinds.
 
-    A frame with only known kinds and values, as between members of one release, is decoded in one step.
+    A frame with only known kinds and values is decoded in one step.
     """
 
     def __init__(self, kinds: Any) -> None:
@@ -57,7 +57,7 @@ class TolerantDecoder(Generic[MessageT]):
         self._unknown: set[tuple[str, str | int]] = set()
 
     def decode(self, data: Any) -> list[MessageT]:
-        """Returns the messages of known kinds, in their order. Raises msgspec.DecodeError."""
+        """Returns the messages of known kinds, in order. Raises msgspec.DecodeError."""
         try:
             return self._whole.decode(data)
         except msgspec.ValidationError:
@@ -75,7 +75,7 @@ class TolerantDecoder(Generic[MessageT]):
                     yield self._message.decode(msgspec.msgpack.encode(replaced))
 
     def _with_fallbacks(self, value: Any, type_: inspect.Type) -> Any:
-        """Returns plain data of this type, in which `FALLBACKS` replace unknown enum values.
+        """Replaces unknown enum values in plain data of this type, by `FALLBACKS`.
 
         Data of a wrong type stays as it is; decoding rejects it later.
         """

@@ -1,8 +1,8 @@
 """Leader election: the member that holds a lock in a store leads, as long as it renews the lock in time.
 
-The store, Kubernetes or Valkey, guarantees a single holder; llmproxy itself implements no consensus. A leader trusts
-only its own monotonic clock. It stops deciding before its lock can expire in the store (self-fencing), because engines
-cannot refuse a request that a former leader placed.
+The store, Kubernetes or Valkey, guarantees a single holder; llmproxy implements no consensus. A leader trusts only its
+own monotonic clock, and stops deciding before its lock can expire in the store (self-fencing), because engines cannot
+refuse a request that a former leader placed.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from llmproxy.scheduling.valkey import StoreError
 RENEW_SHARE = 0.25
 """The interval at which the leader renews the lock and followers read it, as a share of the lock time."""
 FENCE_SHARE = 0.75
-"""How long a leader decides after it sent its last successful renewal, as a share of the lock time."""
+"""Time for which a leader may decide after it sent a successful renewal, as a share of the lock time."""
 SEEK_S = 0.1
-"""How often a member that cannot reach a leader reads the lock."""
+"""Interval of reading the lock, for a member that cannot reach a leader."""
 
 _log = structlog.get_logger()
 
@@ -45,7 +45,7 @@ class LockStore(Protocol):
     def name(self) -> str: ...
 
     async def take(self, wanted: Leadership, lock_s: float) -> Leadership:
-        """Take the lock for `lock_s` if it is free, or renew it if `wanted.holder` has it. Returns its holder.
+        """Takes the lock for `lock_s` if it is free, or renews it if `wanted.holder` has it. Returns its holder.
 
         A new holder gets a higher epoch than all epochs in the store and than `wanted.epoch`. So does a holder whose
         epoch in the store is below `wanted.epoch`, because the store has lost data. Raises StoreError.
@@ -55,7 +55,7 @@ class LockStore(Protocol):
         """Returns the holder of the lock; None if it is free. Raises StoreError."""
 
     async def release(self, holder: str) -> None:
-        """Free the lock if `holder` has it. Raises StoreError."""
+        """Frees the lock if `holder` has it. Raises StoreError."""
 
     async def close(self) -> None: ...
 
@@ -68,10 +68,10 @@ class Candidate(Protocol):
     """The member that takes part in an election. Its methods do not block."""
 
     def lead(self, epoch: int, until_s: float) -> None:
-        """Lead, or continue to lead, until `until_s` on the clock of the loop."""
+        """Leads, or continues to lead, until `until_s` on the event loop's clock."""
 
     def follow(self, leadership: Leadership | None) -> None:
-        """Follow this leader; None if no leader is known."""
+        """Follows this leader; None if no leader is known."""
 
     @property
     def has_leader(self) -> bool:
@@ -79,15 +79,16 @@ class Candidate(Protocol):
 
 
 class Election:
-    """Takes part in an election, on behalf of one member."""
+    """Takes part in an election for one member."""
 
     def __init__(
         self, store: LockStore, name: str, address: str, lock_s: float, candidate: Candidate,
         on_store_error: Callable[[str | None], None], *, campaign: bool = True,
     ) -> None:  # fmt: skip
-        """`on_store_error` gets the error after each failed access to the store, and None after each success.
-
-        Without `campaign`, the member only follows until the method `campaign` is called.
+        """
+        Args:
+            on_store_error: Gets the error after each failed access to the store, and None after each success.
+            campaign: False: only follows until the method `campaign` is called.
         """
         self._store = store
         self._name = name
@@ -107,7 +108,7 @@ class Election:
         self._last_bug: str | None = None
 
     async def run(self) -> None:
-        """Take part in the election until cancelled."""
+        """Takes part in the election until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             self._wake.clear()
@@ -130,18 +131,18 @@ class Election:
                 pass
 
     def campaign(self) -> None:
-        """Try to become leader from now on."""
+        """Tries to become leader from now on."""
         self.campaigning = True
         self._wake.set()
 
     def check_soon(self) -> None:
-        """Read the lock now, because the leader was lost. Repeated calls read it at most every SEEK_S."""
+        """Reads the lock now, because the leader was lost. Repeated calls read it at most every SEEK_S."""
         loop = asyncio.get_running_loop()
         self._next_check_s = max(loop.time(), self._next_check_s + SEEK_S)
         loop.call_at(self._next_check_s, self._wake.set)
 
     def raise_epoch(self, epoch: int) -> None:
-        """Take the lock with a higher epoch than this, because a member knows an epoch that the store has lost."""
+        """Takes the lock with an epoch above `epoch`, which a member knows although the store has lost it."""
         self._epoch = max(self._epoch, epoch)
         self._wake.set()
 
@@ -177,13 +178,13 @@ class Election:
         self._fence()
 
     def _fence(self) -> None:
-        """Stop leading once the lock may have expired. A follower keeps its leader while the store does not answer."""
+        """Stops leading once the lock may have expired. A follower keeps its leader while the store does not answer."""
         if self._is_leader and asyncio.get_running_loop().time() >= self._until_s:
             self._is_leader = False
             self._candidate.follow(None)
 
     async def resign(self) -> None:
-        """Stop campaigning for good, and free the lock. The member still follows other leaders."""
+        """Stops campaigning for good, and frees the lock. The member still follows other leaders."""
         self.campaigning = False
         if self._is_leader:
             # Stop before the lock is free, because its next holder decides at once.

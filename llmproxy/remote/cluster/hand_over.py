@@ -46,9 +46,9 @@ class MemberCallbacks:
 
 
 class HandOver:
-    """The last announced state. This member announced it as leader, or received it from the leader.
+    """The last state that this member announced as leader or received from the leader.
 
-    `now` is the clock of the loop.
+    `now` is the event loop's clock.
     """
 
     def __init__(self, pools: Pools, callbacks: MemberCallbacks) -> None:
@@ -89,7 +89,7 @@ class HandOver:
             yield self.learned
 
     def record(self, message: Balances | RateDebts | Learned, now: float) -> None:
-        """Remember an announcement of the leader."""
+        """Stores an announcement of the leader."""
         match message:
             case Balances():
                 self.balances.record(message)
@@ -100,7 +100,7 @@ class HandOver:
                 self.learned, self._learned_received_s = message, now
 
     def restore(self, now: float) -> None:
-        """Load the announced state into the scheduler of this process, which becomes the leader."""
+        """Loads the announced state into the scheduler of this process, which becomes the leader."""
         if self.learned is not None:
             self._callbacks.restore_learned(self.learned, self._learned_received_s)
         for (pool, band), flows in self.balances.latest.items():
@@ -116,7 +116,7 @@ class AnnouncedBalances:
         """(Pool, band) -> flow -> balance."""
 
     def deltas(self, current: Mapping[tuple[str, int], Mapping[str, float]]) -> Iterator[Balances]:
-        """Yields messages with the changes from the last announced balances to the current ones."""
+        """Yields the changes from the last announced balances to `current`."""
         for band, balances in current.items():
             announced = self.latest.get(band, {})
             changed = {flow: balance for flow, balance in balances.items() if announced.get(flow) != balance}
@@ -126,12 +126,12 @@ class AnnouncedBalances:
             del self.latest[gone]
 
     def full_state(self) -> Iterator[Balances]:
-        """Yields messages with all balances, for a member that just joined."""
+        """Yields all balances, for a member that just joined."""
         for band, balances in self.latest.items():
             yield from _balances(band, balances)
 
     def record(self, message: Balances) -> None:
-        """Remember an announcement of the leader."""
+        """Stores an announcement of the leader."""
         balances = self.latest.setdefault((message.pool, message.band), {})
         for flow, balance in message.flows.items():
             balances.pop(flow, None)
@@ -147,7 +147,9 @@ def _balances(band: tuple[str, int], flows: Mapping[str, float]) -> Iterator[Bal
 
 
 class AnnouncedRateDebts:
-    """The last announced debts of rate limits: seconds until a limit has refilled the tokens that were taken."""
+    """The last announced debts of rate limits. A debt is the seconds until a limit has refilled the tokens that were
+    taken.
+    """
 
     def __init__(self) -> None:
         self._refilled_s: dict[RateName, float] = {}
@@ -158,7 +160,7 @@ class AnnouncedRateDebts:
         return {name: end_s - now for name, end_s in self._refilled_s.items() if end_s > now}
 
     def deltas(self, debts: Mapping[RateName, float], now: float) -> Iterator[RateDebts]:
-        """Yields messages with the changes from the last announced debts to the current `debts`."""
+        """Yields the changes from the last announced debts to `debts`."""
         before, self._refilled_s = self._refilled_s, {name: now + debt_s for name, debt_s in debts.items()}
         changed = {name: debt_s for name, debt_s in debts.items() if abs(before.get(name, now) - now - debt_s) > SAME_S}
         # A limit without a debt is missing in `debts`: tokens may have been refunded.
@@ -166,11 +168,11 @@ class AnnouncedRateDebts:
         yield from _debts(changed)
 
     def full_state(self, now: float) -> Iterator[RateDebts]:
-        """Yields messages with all debts, for a member that just joined."""
+        """Yields all debts, for a member that just joined."""
         yield from _debts(self.remaining(now))
 
     def record(self, message: RateDebts, now: float) -> None:
-        """Remember an announcement of the leader."""
+        """Stores an announcement of the leader."""
         for limit, kind, debt_s in message.debts:
             self._refilled_s.pop((limit, kind), None)
             if debt_s > 0.0:

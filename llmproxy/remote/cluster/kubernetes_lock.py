@@ -86,7 +86,7 @@ class KubernetesLock:
     async def _write(
         self, lease: dict[str, Any] | None, found: Leadership | None, wanted: Leadership, lock_s: float
     ) -> Leadership:
-        """Take or renew the Lease. Raises ApiError, with status CONFLICT if the Lease has changed meanwhile."""
+        """Takes or renews the Lease. Raises ApiError, with status CONFLICT if the Lease has changed meanwhile."""
         spec = {} if lease is None else lease["spec"]
         now = _time()
         if found is not None and found.holder == wanted.holder and found.epoch >= wanted.epoch:
@@ -113,7 +113,7 @@ class KubernetesLock:
         return taken
 
     def _over(self, lease: dict[str, Any]) -> bool:
-        """Whether the Lease has expired: this process has seen the same version for the whole duration."""
+        """Returns whether the Lease has expired: this process has seen the same version for the whole duration."""
         spec, now = lease["spec"], asyncio.get_running_loop().time()
         version = str(lease["metadata"].get("resourceVersion"))
         if self._seen[0] != version:
@@ -125,7 +125,7 @@ class KubernetesLock:
 
 
 def _is_lease(found: object) -> bool:
-    """Whether the fields that this module reads have the right types. They may be missing."""
+    """Returns whether the fields that this module reads have the right types. They may be missing."""
     if not isinstance(found, dict):
         return False
     spec, metadata = found.get("spec"), found.get("metadata")

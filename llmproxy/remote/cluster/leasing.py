@@ -1,4 +1,4 @@
-"""Member side: the `Leasing` of a cluster member, and its connection to a leader in another process."""
+"""The member side of leases: the `Leasing` of a cluster member, and its connection to a leader in another process."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ PREFIXES_MAX = 2_000
 HASHES_MAX = 100_000
 """Block hashes of all remembered prompts. They describe 50 MB of text, use 4 MB of memory and fill 1 MB of frames."""
 DISCOVERY_LAG_S = 10.0
-"""How long a member that has found a backend waits for the leader to find it too."""
+"""Maximum wait for the leader to find a backend that this member has found."""
 CONNECT_S = 2.0
-"""How long connecting may take, until the leader's Welcome."""
+"""Maximum time for connecting, until the leader's Welcome."""
 
 _log = structlog.get_logger()
 
@@ -46,7 +46,7 @@ class _Prefixes:
         self._hashes = 0
 
     def note(self, grant: Grant, hashes: Sequence[int]) -> None:
-        """Remember that the backend of a lease has cached these blocks of its prompt, or of prompt and answer."""
+        """Records which blocks the backend of a lease has cached: blocks of the prompt, or of prompt and answer."""
         backend = self._backends.get(grant.placed.backend)
         if backend is None or not hashes:
             return
@@ -62,7 +62,7 @@ class _Prefixes:
             self._hashes -= len(self._by_lease.pop(lease)[0].hashes)
 
     def all(self) -> Iterator[RememberedPrefix]:
-        """Yields the remembered prefixes, oldest first, without those of engine processes that have ended."""
+        """Yields the remembered prefixes, oldest first, except those of ended engine processes."""
         for prefix, process in self._by_lease.values():
             backend = self._backends.get(prefix.backend)
             if backend is not None and backend.processes == process:
@@ -98,16 +98,17 @@ class ClusterLeasing(LeaseClient):
         return self.link is not None and not self.link.local
 
     def follow(self, leader: Sender) -> None:
-        """Use this leader from now on, and report all waiting requests, running leases and known prefixes to it."""
+        """Uses this leader from now on, and reports all waiting requests, running leases and known prefixes to it."""
         self.attach(leader, self._prefixes.all())
 
     async def resolve(
         self, name: str | None, no_backend_wait_s: float, body_bytes: int, key: str = "", beside: str | None = None
     ) -> Target:
-        """See `Dispatcher.resolve`. While this member waits for a name, the leader counts the wait for the autoscaler.
+        """Resolves a name in this process, as `Dispatcher.resolve`. Meanwhile the leader counts the wait for the
+        autoscaler.
 
-        Returns when both processes know the name, because a leader refuses requests for an unknown name. Does not wait
-        for the leader longer than DISCOVERY_LAG_S after this member knows the name.
+        Returns when both processes know the name, because a leader refuses unknown names. Once this member knows the
+        name, waits for the leader for at most DISCOVERY_LAG_S.
         """
         ends_s = _now() + no_backend_wait_s
         try:
@@ -133,12 +134,12 @@ class ClusterLeasing(LeaseClient):
         return self._local.direct(backend, cut)
 
     async def caught_up(self) -> None:
-        """See `LeaseClient.caught_up`. Returns at once if the leader is in this process."""
+        """Waits as `LeaseClient.caught_up`. Returns at once if the leader is in this process."""
         if self.is_remote:
             await super().caught_up()
 
     async def _ask_leader(self, message: Callable[[int], Message]) -> None:
-        """Make a call to a leader in another process. Waits for such a leader; repeats the call if it changes."""
+        """Calls a leader in another process. Waits for such a leader; repeats the call if it changes."""
         while True:
             if self.is_remote:
                 try:
@@ -163,24 +164,28 @@ class ClusterLeasing(LeaseClient):
         super().cached(grant, hashes)
 
     def exited(self, ended: RequestExit) -> None:
-        """Report the exit of a request for the page of a leader in another process."""
+        """Reports the exit of a request, for the page of a leader in another process."""
         if self.is_remote:
             self.report(messages.ExitReport(ended.later(-_now())))
 
     def drain(self, *, finish_waiting: bool = False) -> None:
-        """See `Dispatcher.drain`, for the requests of this member."""
+        """Drains this member as `Dispatcher.drain` does."""
         self._local.drain(finish_waiting=True)
         super().drain(finish_waiting=finish_waiting)
 
 
 class LeaderConnection:
-    """A connection to a leader. It is usable once the leader has sent its Welcome."""
+    """A connection to a leader, usable once the leader has sent its Welcome."""
 
     def __init__(
         self, leadership: Leadership, handle: Callable[[LeaderConnection, ToMember], None],
         lost: Callable[[LeaderConnection, str], None],
     ) -> None:  # fmt: skip
-        """`handle` gets each message of the leader, and `lost` the reason when the connection ends."""
+        """
+        Args:
+            handle: Gets each message of the leader.
+            lost: Gets the reason when the connection ends.
+        """
         self.leadership = leadership
         self.link: Link[ToMember] = Link(
             TO_MEMBER, lambda message: handle(self, message), lambda: lost(self, self._end_reason()), local=False
@@ -189,7 +194,7 @@ class LeaderConnection:
         """None once the leader has welcomed this member, else the reason why not."""
 
     async def open(self, network: Network, me: Hello) -> str | None:
-        """Connect, and wait for the Welcome. Returns None on success, else the reason of the failure."""
+        """Connects, and waits for the Welcome. Returns None on success, else the reason of the failure."""
         try:
             async with asyncio.timeout(CONNECT_S):
                 await network.connect(self.leadership.address, lambda: self.link)
@@ -209,7 +214,7 @@ class LeaderConnection:
         return "the connection ended before an answer, as where only one of two members uses TLS"
 
     def set_refusal(self, why: str | None) -> None:
-        """Resolve `refusal`, unless it already is."""
+        """Resolves `refusal`, unless it already is."""
         if not self.refusal.done():
             self.refusal.set_result(why)
 
@@ -221,7 +226,11 @@ class Dialer:
         self, network: Network, hello: Callable[[], Hello], handle: Callable[[LeaderConnection, ToMember], None],
         lost: Callable[[LeaderConnection, str], None],
     ) -> None:  # fmt: skip
-        """`hello` returns the Hello of this member. For `handle` and `lost`, see `LeaderConnection`."""
+        """
+        Args:
+            hello: Returns the Hello of this member.
+            handle, lost: See `LeaderConnection`.
+        """
         self._network = network
         self._hello = hello
         self._handle = handle
@@ -232,7 +241,7 @@ class Dialer:
         """Holder and reason of the last failed attempt; the owner sets None when it follows a leader."""
 
     def dial(self, leadership: Leadership) -> None:
-        """Connect to this leader, unless an attempt is under way. An attempt to another leader is cancelled."""
+        """Connects to this leader, unless an attempt is under way. Cancels an attempt to another leader."""
         if self._attempt is not None and not self._attempt.done():
             if self._to == leadership:
                 return
@@ -241,7 +250,7 @@ class Dialer:
         self._attempt = spawned(self._connect(leadership), "connect")
 
     async def _connect(self, leadership: Leadership) -> None:
-        """Connect to a leader. Its Welcome then makes this member follow it."""
+        """Connects to a leader, whose Welcome then makes this member follow it."""
         connection = LeaderConnection(leadership, self._handle, self._lost)
         try:
             why = await connection.open(self._network, self._hello())
@@ -253,7 +262,7 @@ class Dialer:
             self.failure = leadership.holder, why
 
     async def close(self) -> None:
-        """Cancel the attempt that is under way."""
+        """Cancels the attempt that is under way."""
         if self._attempt is not None:
             self._attempt.cancel()
             await asyncio.gather(self._attempt, return_exceptions=True)

@@ -21,9 +21,9 @@ from llmproxy.lifecycle.sockets import open_sockets
 
 WILDCARDS = frozenset({"0.0.0.0", "::", ""})
 HELLO_S = 2.0
-"""How long a connection may take to identify itself after it was accepted, including the TLS handshake."""
+"""Maximum time for an accepted connection to identify itself, including the TLS handshake."""
 ADDRESS_MAX = 16
-"""Pending connections of one address."""
+"""Maximum number of pending connections from one address."""
 LOG_S = 60.0
 """Closed connections are logged at most this often."""
 
@@ -38,7 +38,9 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def reachable(host: str, port: int) -> str:
-    """Returns the address at which others reach a port that listens on `host`. Raises ConfigError if it is unknown."""
+    """Returns the address at which other machines reach a port that listens on `host`. Raises ConfigError if it is
+    unknown.
+    """
     if host in WILDCARDS:
         try:
             host = socket.gethostbyname(socket.gethostname())
@@ -55,19 +57,19 @@ class Network(Protocol):
     """Connections between members."""
 
     async def listen(self, accepted: Callable[[], asyncio.Protocol]) -> str:
-        """Accept connections, each with a new protocol object. Returns the address of this member. Raises OSError."""
+        """Accepts connections, each with a new protocol object. Returns the address of this member. Raises OSError."""
 
     async def connect(self, address: str, connected: Callable[[], asyncio.Protocol]) -> None:
-        """Connect to another member. Raises OSError; ValueError for an invalid address."""
+        """Connects to another member. Raises OSError; ValueError for an invalid address."""
 
     def trusts(self, transport: asyncio.BaseTransport) -> bool:
-        """Whether the certificate of the peer has the name of a member. True without TLS."""
+        """Returns whether the peer's certificate has the name of a member. True without TLS."""
 
     def identified(self, transport: asyncio.BaseTransport) -> None:
-        """Keep a connection open, because a member has identified itself on it."""
+        """Keeps a connection open, because a member has identified itself on it."""
 
     def close(self) -> None:
-        """Stop accepting connections."""
+        """Stops accepting connections."""
 
 
 class TcpNetwork:
@@ -141,7 +143,7 @@ class PeerTls:
         return self._ours.context
 
     async def watch(self) -> None:
-        """Reload changed files, until cancelled."""
+        """Reloads changed files, until cancelled."""
         await self._ours.watch()
 
     def client(self) -> ssl.SSLContext:
@@ -159,22 +161,25 @@ class PeerTls:
         return context
 
     def names(self, transport: asyncio.BaseTransport) -> bool:
-        """Whether the certificate of the peer has the name of a member. The handshake has checked its authority."""
+        """Returns whether the peer's certificate has the name of a member. The handshake has checked its authority."""
         tls = transport.get_extra_info("ssl_object")
         names = (tls.getpeercert() or {}).get("subjectAltName", ())
         return ("DNS", self.name) in names
 
 
 class PendingConnections:
-    """Connections that were accepted at the port of a member, but are not identified as connections of other members.
+    """Accepted connections that are not identified yet as connections of members.
 
-    Anyone who reaches the port can open connections. So their number is limited, and each must send a valid Hello
-    within `HELLO_S`. At a limit, the oldest is closed to admit the newest: a real member identifies itself within
+    Anyone who reaches the port can open connections, so their number is limited, and each must send a valid Hello
+    within `HELLO_S`. At a limit, the oldest is closed for the newest: a real member identifies itself within
     milliseconds.
     """
 
     def __init__(self, connections_max: int) -> None:
-        """`connections_max` includes the identified connections of members."""
+        """
+        Args:
+            connections_max: Maximum number of connections, including identified ones.
+        """
         self._connections_max = connections_max
         self._open: dict[Peer, asyncio.Transport] = {}
         self._pending: dict[Peer, asyncio.TimerHandle] = {}
@@ -182,7 +187,7 @@ class PendingConnections:
         self._logged_s = -LOG_S
 
     def accepted(self, transport: asyncio.Transport) -> None:
-        """Note a new connection, and close others to stay within the limits."""
+        """Adds a new connection, and closes others to stay within the limits."""
         loop, peer = asyncio.get_running_loop(), _peer(transport)
         for gone in [peer for peer, one in self._open.items() if one.is_closing()]:
             self._forget(gone)
@@ -202,7 +207,7 @@ class PendingConnections:
         self._pending[peer] = loop.call_later(HELLO_S, self._end, peer, f"no member within {HELLO_S:g} s")
 
     def identified(self, transport: asyncio.BaseTransport) -> None:
-        """Keep a connection open, because it belongs to a member."""
+        """Keeps a connection open, because it belongs to a member."""
         if (timer := self._pending.pop(_peer(transport), None)) is not None:
             timer.cancel()
 
@@ -226,5 +231,5 @@ class PendingConnections:
 
 
 def _peer(transport: asyncio.BaseTransport) -> Peer:
-    """Returns address and port of the peer. They identify a connection, with TLS as without."""
+    """Returns address and port of the peer, which identify a connection, with and without TLS."""
     return tuple(transport.get_extra_info("peername") or ("",))

@@ -1,4 +1,4 @@
-"""The pages of a member. It forwards requests that only a leader can answer."""
+"""The pages of a member, which forwards requests that only a leader can answer."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ LEADER_PATHS = (SCALE, "/debug", "/admin", "/v1/load_lora_adapter", "/v1/unload_
 PAGE_BYTES_MAX = 8 << 20
 """A longer page would not fit into a frame."""
 PASSED_ON_MAX = 2
-"""Two hops: from a member to the leader that it knows, and from there to the actual leader."""
+"""Maximum number of hops: from a member to the leader that it knows, and from there to the actual leader."""
 UNLED = "The cluster has no leader now, and the next leader would not know of this change. Try again."
 UNKNOWN = "This member of the cluster has no leader. This member knows at most a part of the work. Try again."
 DIFFER = "Members disagree about the leader for this page, and have forwarded the request twice. Try again."
 
 
 def bounded(page: Page) -> Page:
-    """Wraps a page handler: an answer that does not fit into a frame becomes 502."""
+    """Wraps a page handler, so that an answer that does not fit into a frame becomes 502."""
 
     async def answer(asked: PageRequest) -> PageResponse:
         answered = await page(asked)

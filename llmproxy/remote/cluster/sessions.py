@@ -1,4 +1,4 @@
-"""Leader side: the connections that members open, and their sessions. Leases survive a lost connection."""
+"""The leader side: the sessions of the members. A member's leases survive a lost connection."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from llmproxy.remote.cluster.cluster import Cluster
 
 GRACE_S = 10.0
-"""How long the leases of a member stay booked after its connection was lost. Their responses continue meanwhile."""
+"""Time for which a member's leases stay booked after its connection was lost. Their responses continue meanwhile."""
 MEMBERS_MAX = 256
 CLAIMED_EPOCH_MAX = EPOCH_MAX // 2
 """Limit of the epoch that a member may claim in its Hello. It leaves half of all epochs for future elections."""
@@ -43,7 +43,7 @@ _log = structlog.get_logger()
 class MemberSession:
     """Serves one member over successive connections, until the member is gone.
 
-    `on_resumed` is called after the `Resumed` of the member.
+    `on_resumed` is called after the member's `Resumed`.
     """
 
     def __init__(self, services: Services, hello: Hello, on_resumed: Callable[[], None]) -> None:
@@ -64,20 +64,20 @@ class MemberSession:
         return self.server.link is not None
 
     def attach(self, link: Sender) -> None:
-        """Use a new connection of the member, on which it will report its requests and leases."""
+        """Uses a new connection of the member, on which it will report its requests and leases."""
         self.server.attach(link)
         if self._grace is not None:
             self._grace.cancel()
             self._grace = None
 
     def detach(self, link: Sender) -> None:
-        """Note a lost connection. The leases of the member stay booked for GRACE_S."""
+        """Handles a lost connection. The member's leases stay booked for GRACE_S."""
         if self.server.link is link:
             self.server.detach()
             self._grace = self._loop.call_later(GRACE_S, self.end)
 
     def end(self, *, requests_continue: bool = False) -> None:
-        """End the session. `requests_continue`: the member goes on, and another leader takes its requests over."""
+        """Ends the session. `requests_continue`: the member goes on, and another leader takes over its requests."""
         if self._grace is not None:
             self._grace.cancel()
         if not self.over:
@@ -86,7 +86,7 @@ class MemberSession:
             self._loop.call_soon(self._end_requests, requests_continue)
 
     def _end_requests(self, requests_continue: bool) -> None:
-        """Forget the requests, which the member itself logs. Their leases have been returned by now."""
+        """Forgets the requests, which the member itself logs. Their leases are already returned."""
         for request in list(self.server.requests.values()):
             if requests_continue:
                 self._pools.goes_on_elsewhere(request, self._loop.time())
@@ -94,7 +94,7 @@ class MemberSession:
         self.gone.set()
 
     def _handle(self, message: FromWorker | FromMember) -> None:
-        """Handle a message that does not concern leases."""
+        """Handles a message that does not concern leases."""
         if isinstance(message, Hello):
             # The member has reloaded its configuration. Its session is found by its name, which must not change.
             self.hello = message if message.name == self.hello.name else self.hello
@@ -122,7 +122,7 @@ class MemberSessions:
         self._differing: set[str] = set()
 
     def join(self, hello: Hello, sender: Sender) -> MemberSession:
-        """Attach a member that has connected or reconnected, and send it the state of the leader."""
+        """Attaches a member that has connected or reconnected, and sends it the leader's state."""
         me, session = self._me(), self.by_name.get(hello.name)
         if session is not None and session.hello.incarnation != hello.incarnation:
             session.end()
@@ -155,35 +155,35 @@ class MemberSessions:
         self.send_all(Members(tuple(sorted(self.by_name))))
 
     def have_resumed(self, expected: Collection[str]) -> bool:
-        """Whether all these members have reported their requests and leases."""
+        """Returns whether all these members have reported their requests and leases."""
         return all(name in self.by_name and self.by_name[name].server.resumed for name in expected)
 
     def candidates(self) -> list[str]:
-        """Returns the connected members that could lead in place of this member."""
+        """Returns the names of connected members that could lead instead of this member."""
         mine = self._me().name
         sessions = self.by_name.items()
         return [name for name, other in sessions if other.connected and other.hello.candidate and name != mine]
 
     def stored(self, stored: messages.ResponseStored, by: object) -> None:
-        """Record a stored response that the session `by` reported, and announce it to the other members."""
+        """Records a stored response that the session `by` reported, and announces it to the other members."""
         recorded = self._callbacks.record_stored(stored)
         for session in self.by_name.values():
             if session.server is not by or recorded != stored:
                 session.server.send(recorded)
 
     def changed(self) -> None:
-        """Announce the drained backends, if they have changed."""
+        """Announces the drained backends, if they have changed."""
         if (drained := self._callbacks.drained()) != self._drained:
             self._drained = drained
             self.send_all(drained)
 
     def send_all(self, message: Message) -> None:
-        """Send a message to all members."""
+        """Sends a message to all members."""
         for session in self.by_name.values():
             session.server.send(message)
 
     def end(self, why: str) -> None:
-        """End all sessions, because this member does not lead any more."""
+        """Ends all sessions, because this member no longer leads."""
         sessions, self.by_name = self.by_name, {}
         for session in sessions.values():
             session.server.send(NotLeader(why))

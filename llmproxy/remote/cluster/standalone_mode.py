@@ -1,4 +1,4 @@
-"""Standalone mode: a member without a leader schedules its own requests, with its share of every limit."""
+"""Standalone mode: a member without a leader schedules its own requests, with its part of every limit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class StandaloneMode:
         """0 while inactive, else the last known number of members. Every limit is divided by it."""
 
     def begin(self, services: Services, me: Hello, limit_divisor: int, without_leader_s: float) -> None:
-        """Enter standalone mode."""
+        """Enters standalone mode."""
         self.limit_divisor = limit_divisor
         _log.warning("cluster_standalone_began", parts=limit_divisor, without_leader_s=round(without_leader_s, 3))
         self._dispatcher.pools.split_limits(limit_divisor, _now())
@@ -48,7 +48,7 @@ class StandaloneMode:
         session.server.handle(message)
 
     def end(self) -> None:
-        """Leave standalone mode, because there is a leader or this process ends.
+        """Leaves standalone mode, because there is a leader or this process ends.
 
         Waiting requests and running leases stay in `ClusterLeasing`, which reports them to the next leader.
         """

@@ -61,7 +61,7 @@ class WorkerLeasing(LeaseClient):
     async def resolve(
         self, name: str | None, no_backend_wait_s: float, body_bytes: int, key: str = "", beside: str | None = None
     ) -> Target:
-        """See `Dispatcher.resolve`. The scheduler resolves names that this worker does not know."""
+        """Resolves a name, as `Dispatcher.resolve`. The scheduler resolves names that this worker does not know."""
         known = self._unnamed if name is None else self._targets.get(name)
         if known is not None:
             return known
@@ -78,11 +78,11 @@ class WorkerLeasing(LeaseClient):
         return self.lasting(lambda call: messages.DirectRequest(call, backend), cut)
 
     def set_names(self, known: messages.KnownBackends) -> None:
-        """Replace the names that this worker resolves."""
+        """Replaces the names that this worker resolves."""
         self._targets, self._unnamed = known.targets, known.unnamed
 
     def lost(self) -> None:
-        """Refuse all calls and new requests, because the scheduler is gone."""
+        """Refuses all calls and new requests, because the scheduler is gone."""
         self.drain()
         self.detach()
 
@@ -117,7 +117,7 @@ class RemoteExits:
 
 
 class SchedulerConnection:
-    """The connection to the scheduler. It queues messages until the worker can handle them."""
+    """The connection to the scheduler. Queues messages until the worker can handle them."""
 
     def __init__(self) -> None:
         self.over = asyncio.Event()
@@ -130,7 +130,7 @@ class SchedulerConnection:
         self._on_lost: Callable[[], None] = lambda: None
 
     def handle_by(self, handle: Callable[[messages.ToWorker], None], on_lost: Callable[[], None]) -> None:
-        """Pass the queued and all further messages to `handle`. `on_lost` is called when the connection ends."""
+        """Passes the queued and all further messages to `handle`. Calls `on_lost` when the connection ends."""
         self._handle, self._on_lost = handle, on_lost
         # As for messages that come later, an exception of `handle` is reported, and the next message is handled.
         queued = LocalLink(handle)
@@ -156,7 +156,7 @@ class SchedulerConnection:
 
 
 class _Worker:
-    """The gateway of a worker, controlled by messages of the scheduler."""
+    """The gateway of a worker, controlled by the scheduler's messages."""
 
     def __init__(
         self, name: str, config: Config, link: Link[messages.ToWorker], upstream: Upstream, endpoints: Endpoints
@@ -197,11 +197,11 @@ class _Worker:
                 raise NotImplementedError(type(message).__name__)
 
     def lost(self) -> None:
-        """Refuse all calls, because the scheduler is gone."""
+        """Refuses all calls, because the scheduler is gone."""
         self._leasing.lost()
 
     def _set_backends(self, known: messages.KnownBackends) -> None:
-        """Replace all backends and names."""
+        """Replaces all backends and names."""
         self._leasing.set_names(known)
         backends: tuple[BackendConfig, ...] = pickle.loads(known.backends)
         self._backends.clear()
@@ -221,7 +221,7 @@ class _Worker:
             self._waiting_idle = spawned(self._wait_idle(state), "wait until idle")
 
     async def report_buffered_bytes(self) -> None:
-        """Report the buffered bytes of request bodies whenever they have changed, until cancelled."""
+        """Reports the buffered bytes of request bodies whenever they have changed, until cancelled."""
         reported = 0
         while True:
             await asyncio.sleep(BODY_BYTES_REPORT_S)
@@ -278,7 +278,7 @@ async def _serve(end: socket.socket) -> int:
 
 
 async def _close_link(scheduler: SchedulerConnection) -> None:
-    """Send the queued messages, and close the connection."""
+    """Sends the queued messages, and closes the connection."""
     if not scheduler.lost.is_set():
         scheduler.link.close()
         await scheduler.lost.wait()

@@ -1,4 +1,4 @@
-"""Scheduler side of one relay worker."""
+"""The scheduler side of one relay worker."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llmproxy.remote.server import LeaseServer, Services
 
 @dataclass(frozen=True, slots=True)
 class WorkerSinks:
-    """The parts of the scheduler process that get the reports of workers."""
+    """The parts of the scheduler process that get the workers' reports."""
 
     rulebook: Rulebook
     exits: ExitSink
@@ -48,7 +48,7 @@ class WorkerSession:
         self.server.attach(self.link)
 
     def _handle(self, message: messages.FromWorker | messages.FromMember) -> None:
-        """Handle a message that does not concern leases."""
+        """Handles a message that does not concern leases."""
         match message:
             case messages.AttemptEnded(backend, verdict):
                 self._sinks.exits.attempted(backend, verdict)
@@ -69,7 +69,7 @@ class WorkerSession:
         self._loop.call_soon(self._end_requests)
 
     def _end_requests(self) -> None:
-        """Record the exit of each open request of the worker. Their leases have been returned by now."""
+        """Records the exit of each of the worker's open requests. Their leases are already returned."""
         self.cut = len(self.server.requests)
         for request in list(self.server.requests.values()):
             ended = self._lost_exit(request)

@@ -1,4 +1,4 @@
-"""The supervisor of the relay workers: starts, updates, replaces and ends them.
+"""Starts, updates, replaces and ends the relay workers.
 
 The listening sockets stay open in this process. When a worker dies, connections that it has not accepted wait in its
 socket for its replacement.
@@ -30,9 +30,9 @@ from llmproxy.remote.workers.session import WorkerSession, WorkerSinks
 from llmproxy.scheduling.dispatcher import Dispatcher
 
 START_MAX_S = 60.0
-"""How long workers may take to start listening before the start of the proxy fails."""
+"""Maximum time for workers to start listening. After it, the start of the proxy fails."""
 STOP_MAX_S = 5.0
-"""How long the workers may take to cut their requests. Then each may take as long again to exit, or is killed."""
+"""Maximum time for the workers to cut their requests. Then each has this time again to exit, or is killed."""
 LIVED_S = 10.0
 """A worker that ends within this time after its start is replaced after a pause, which doubles each time."""
 PAUSE_S, PAUSE_MAX_S = 0.5, 30.0
@@ -43,7 +43,7 @@ _log = structlog.get_logger()
 
 
 class WorkerSupervisor:
-    """The configured number of relay workers, from `start` to `close`."""
+    """Runs the configured number of relay workers, from `start` to `close`."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class WorkerSupervisor:
     # --- processes ----------------------------------------------------------------------------------------------------
 
     async def start(self, sockets: Sequence[socket.socket]) -> None:
-        """Start all workers on these sockets, and wait until each listens. Raises ConfigError, OSError."""
+        """Starts all workers on these sockets, and waits until each listens. Raises ConfigError, OSError."""
         count = self._rulebook.current.config.workers
         self._sockets = dealt_sockets(sockets, count)
         for slot in range(count):
@@ -120,7 +120,7 @@ class WorkerSupervisor:
         session.link.send(self._shutdown)
 
     async def _restart(self, slot: int) -> None:
-        """Restart the worker of one slot whenever it ends, until the proxy shuts down."""
+        """Restarts the worker of one slot whenever it ends, until the proxy shuts down."""
         began_s, pause_s = self._loop.time(), 0.0
         while True:
             session, process = self._sessions[slot], self._processes[slot]
@@ -142,7 +142,7 @@ class WorkerSupervisor:
                     _log.error("worker_not_started", error=str(error), again_in_s=pause_s)
 
     async def close(self) -> None:
-        """Cut all remaining requests, and end all workers."""
+        """Cuts all remaining requests, and ends all workers."""
         self._ending = True
         for session in self._sessions.values():
             session.link.send(messages.StopWorker())
@@ -168,7 +168,7 @@ class WorkerSupervisor:
             self._loop.call_soon(self.update_workers)
 
     def update_workers(self) -> None:
-        """Send changed backends and a changed shutdown state to all workers."""
+        """Sends changed backends and a changed shutdown state to all workers."""
         if not self._changes:
             return
         self._changes = False
@@ -194,7 +194,7 @@ class WorkerSupervisor:
         return messages.KnownBackends(pickle.dumps(tuple(backends)), dict(catalogue.targets), unnamed)
 
     def reconfigure(self) -> None:
-        """Send the current configuration to all workers."""
+        """Sends the current configuration to all workers."""
         self._send_all(messages.NewConfig(self._config_now()))
 
     def _config_now(self) -> bytes:
@@ -228,7 +228,9 @@ class WorkerSupervisor:
 
     @property
     def open_requests(self) -> int:
-        """Open requests. A worker that shuts down but is not idle counts as one request if none is known here."""
+        """The number of open requests. A worker that shuts down but is not idle counts as one request if none is known
+        here.
+        """
         shuts_down = self._shutdown.draining or self._shutdown.closed
         return sum(
             session.server.open_requests or (shuts_down and not session.idle.is_set())
@@ -237,16 +239,16 @@ class WorkerSupervisor:
 
     @property
     def buffered_bytes(self) -> int:
-        """Buffered bytes of request bodies in all workers, as last reported."""
+        """The buffered bytes of request bodies in all workers, as last reported."""
         return sum(session.buffered_bytes for session in self._sessions.values())
 
     def begin_shutdown(self, *, replaced: bool = False) -> None:
-        """See `RequestHandler.begin_shutdown`."""
+        """Begins the shutdown of all workers; see `RequestHandler.begin_shutdown`."""
         self._leaving, self._replaced = True, replaced
         self._changed()
 
     async def close_sockets(self) -> None:
-        """Stop accepting connections. Open connections stay."""
+        """Stops accepting connections. Open connections stay."""
         self._closed = True
         self._changed()
         self._close_ours()
@@ -257,13 +259,15 @@ class WorkerSupervisor:
                 one.close()
 
     async def wait_idle(self) -> None:
-        """Wait until no worker has an open request; if this process was replaced, until none has an open connection."""
+        """Waits until no worker has an open request; if this process was replaced, until none has an open
+        connection.
+        """
         for session in self._sessions.values():
             await session.idle.wait()
 
 
 def dealt_sockets(sockets: Sequence[socket.socket], count: int) -> list[list[socket.socket]]:
-    """Returns the sockets of each of `count` workers. Every socket is used. Workers share sockets if needed."""
+    """Divides the sockets among `count` workers. Every socket is used. Workers share sockets if needed."""
     by_address: dict[Any, list[socket.socket]] = {}
     for one in sockets:
         by_address.setdefault(one.getsockname(), []).append(one)
@@ -281,7 +285,8 @@ def _longer(pause_s: float) -> float:
 def _started(channel: socket.socket, sockets: Sequence[socket.socket]) -> subprocess.Popen[bytes]:
     """Starts a worker process with the module path of this process.
 
-    It runs in a session (setsid) of its own, so that signals of a terminal reach only this process."""
+    It runs in a separate session (setsid), so that signals of a terminal reach only this process.
+    """
     fds = [channel.fileno(), *(one.fileno() for one in sockets)]
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # noqa: PTH109 - a string is needed
     return subprocess.Popen(

@@ -1,4 +1,4 @@
-"""A bounded store of a policy's accounts of flows."""
+"""A bounded store of the accounts that a policy keeps for its flows."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Accounts(dict[str, Account]):
         return account
 
     def set_waiting(self, flow: str) -> Account:
-        """Mark `flow` as waiting, and return its account."""
+        """Marks `flow` as waiting, and returns its account."""
         account = self.get(flow)
         if account is None:
             account = self[flow] = self._make()
@@ -50,7 +50,7 @@ class Accounts(dict[str, Account]):
         return account
 
     def set_idle(self, flow: str) -> None:
-        """Mark `flow` as idle and used."""
+        """Marks `flow` as idle and used."""
         self.idle[flow] = None
         self.idle.move_to_end(flow)
         if len(self.idle) > IDLE_FLOWS_MAX:

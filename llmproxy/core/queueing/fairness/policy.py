@@ -22,52 +22,49 @@ class FairnessPolicy(ABC):
 
     @abstractmethod
     def backlogged(self, flow: str, head: Request) -> None:
-        """`flow` has waiting requests, and `head` is the first of them. Called again whenever the first request
+        """Records that `flow` has waiting requests, beginning with `head`. Called again whenever the first request
         changes.
         """
 
     @abstractmethod
     def emptied(self, flow: str) -> None:
-        """`flow` has no waiting requests any more. Its requests in flight may still be charged."""
+        """Records that `flow` has no more waiting requests. Its requests in flight may still be charged."""
 
     @abstractmethod
     def candidates(self, now: float) -> Iterator[str]:
         """Yields the backlogged flows in order of preference, each once. Close the iterator before any other call."""
 
     def entered(self, request: Request, now: float) -> None:
-        """`request` entered the waiting room for the first time."""
+        """Records that `request` entered the waiting room for the first time."""
 
     def dispatched(self, flow: str) -> None:
-        """A request of `flow` was granted a backend."""
+        """Records that a request of `flow` was granted a backend."""
 
     def charge(self, flow: str, cost: float) -> None:
-        """Add `cost` to the account of `flow`. `cost` is negative if an estimate was too high.
+        """Adds `cost` to the account of `flow`. `cost` is negative if an estimate was too high.
 
         The unit is the charged resource per unit of the request's weight, because the requests of a flow may have
         different weights.
         """
 
     def started(self, request: Request, now: float) -> None:
-        """The first byte of the answer to `request` arrived."""
+        """Records the first byte of the answer to `request`."""
 
     def ended(self, request: Request, met: bool | None, now: float) -> None:
-        """`request` ended, whether or not it ever waited.
+        """Records the end of `request`, whether or not it ever waited.
 
         `met`: whether its objective was met; None without an objective, or if the client left.
         """
 
     def balances(self) -> Mapping[str, float]:
-        """Returns, for each flow, its charges above the common minimum, for `restore` in the process that replaces this
-        one.
+        """Maps flows to their charges above the common minimum, for `restore` in the process that replaces this one.
 
         Empty for a policy without accounts.
         """
         return {}
 
     def restore(self, balances: Mapping[str, float]) -> None:
-        """Takes over the balances of another process, after the waiting requests of that process have been moved
-        here.
-        """
+        """Takes over the balances of another process, after its waiting requests have been moved here."""
 
     def standing(self, flow: str) -> tuple[tuple[str, float], ...]:
         """Returns (name, value) pairs of the account of `flow`, for operators."""

@@ -1,4 +1,4 @@
-"""The flows of a band are served one request each, whatever the requests cost."""
+"""Serves the flows of a band one request each in turn, whatever the requests cost."""
 
 from __future__ import annotations
 

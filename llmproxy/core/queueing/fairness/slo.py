@@ -135,9 +135,7 @@ class SloAdherence(FairnessPolicy):
         return int(self._now // self._bucket_s)
 
     def _advance(self, now: float) -> None:
-        """Applies changes that time alone causes: expired records and missed first bytes. An older `now` changes
-        nothing.
-        """
+        """Applies changes that time alone causes: expired records and missed first bytes. Ignores an older `now`."""
         if now <= self._now:
             return
         self._now = now
