@@ -231,16 +231,8 @@ class Pools:
         self._to_regroup = any(one.waiting for one in self._all)
 
     def _make(self, pool: str, placement: Placement) -> Scheduler:
-        return Scheduler(
-            pool,
-            self.settings,
-            self._occupancy,
-            self._limits,
-            self._lease_serial,
-            placement,
-            self.faults,
-            (self.scaling.pool(pool),),
-        )
+        parts = self._occupancy, self._limits, self._lease_serial
+        return Scheduler(pool, self.settings, *parts, placement, self.faults, (self.scaling.pool(pool),))
 
     def _assign(self, backend: Backend, new: Scheduler | None) -> None:
         old = self._of_backend.pop(backend.name, None)

@@ -90,29 +90,21 @@ class Scheduler:
         self._room = WaitingRoom(settings, occupancy, limits, self._faults, self._room_on, self._drain)
         self._first_token = first_token = FirstToken()
         self._headroom = headroom = Headroom(settings)
+        drain, backends = self._drain, self._backends
         self._admission = Admission(
-            settings,
-            self._backends.by_name,
-            self._room,
-            headroom,
-            limits,
-            self._drain,
-            first_token,
-            placement.ready,
-            self._faults,
+            settings, backends.by_name, self._room, headroom, limits, drain, first_token, placement.ready, faults
         )
         self._min_shares = MinShares(settings.min_shares)
         self._preemption = Preemption(settings, self._headroom)
         self.charges = ChargeObserver(settings, self._room, self._min_shares, self._faults)
         self._reservations = ReservationObserver()
-        self._transfers = TransferObserver(placement)
         self._blame = BlameObserver()
         self._prefilled: list[tuple[Request, frozenset[str]]] = []
         self.leases = Leases(
             lease_serial,
             [
                 self._reservations,
-                self._transfers,
+                TransferObserver(placement),
                 self._blame,
                 OutlierObserver(self._backends.outliers),
                 LimitObserver(limits),
@@ -123,17 +115,8 @@ class Scheduler:
                 *observers,
             ],
         )
-        self._parts = Parts(
-            self._room,
-            self._backends,
-            placement,
-            headroom,
-            self._min_shares,
-            self._preemption,
-            limits,
-            self.leases,
-            self._drain,
-        )
+        shares, preemption = self._min_shares, self._preemption
+        self._parts = Parts(self._room, backends, placement, headroom, shares, preemption, limits, self.leases, drain)
         self._shed: list[Drop] = []
         self._more = False
         self._decided: list[Decision] = []
