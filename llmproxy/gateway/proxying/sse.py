@@ -315,10 +315,10 @@ def _usage_fields(usage: bytes) -> dict[str, Any]:
         fields = orjson.loads(usage) if len(usage) <= _USAGE_BYTES_MAX else {}
     except orjson.JSONDecodeError:
         return {}
-    known = ("prompt_tokens", "completion_tokens", "input_tokens", "output_tokens")
-    if not any(type(fields.get(name)) is int for name in known):
-        return {}
-    return {name: value for name, value in fields.items() if value is not None}
+    for name in ("prompt_tokens", "completion_tokens", "input_tokens", "output_tokens"):
+        if type(fields.get(name)) is int:
+            return {name: value for name, value in fields.items() if value is not None}
+    return {}
 
 
 def _usage(fields: dict[str, Any]) -> Usage | None:
