@@ -20,7 +20,7 @@ from llmproxy.gateway.http.strictness import check as check_strictness
 from llmproxy.gateway.http.wrong_protocol import WrongProtocol
 from llmproxy.gateway.pages import OWN, PROBES, Pages, check_method
 from llmproxy.gateway.proxying.handler import RequestHandler
-from llmproxy.gateway.proxying.rules import Rulebook
+from llmproxy.gateway.proxying.rules import Rulebook, Rules
 from llmproxy.gateway.proxying.stored import StoredResponses
 from llmproxy.gateway.request.auth import Tenant
 from llmproxy.gateway.request.head_facts import HeadFacts
@@ -68,7 +68,22 @@ class Router:
 
         `checked`: a worker process has checked the request, and will finish the answer.
         """
-        response = await self._answer(request, checked)
+        rules = self._rulebook.current
+        head = request.facts if isinstance(request, ClientRequest) else None
+        path = head.path if isinstance(head, HeadFacts) else _path(request)
+        try:
+            if isinstance(head, HeadFacts) and head.rules is rules:
+                self.clients.count_request(head.sender.address, asyncio.get_running_loop().time())
+                response = await self._handler.serve(head, request)
+            else:
+                response = await self._answer(path, request, rules, checked)
+        except Failure as failure:
+            response = self.refuse(request, failure, path)
+        except (ConnectionError, web.RequestPayloadError):
+            # The client is gone. The server only needs a response to close the connection with.
+            response = web.Response(status=400)
+        except Exception as bug:  # noqa: BLE001 - a bug in handling one request becomes a 500 and a traceback in the log
+            response = self._internal(path, request, bug)
         cors = self._rulebook.current.cors
         if cors is not None and not (
             checked or self._on_admin_port or response.prepared or is_administrative(_path(request))
@@ -79,47 +94,34 @@ class Router:
             response.force_close()
         return response
 
-    async def _answer(self, request: web.BaseRequest, checked: bool) -> web.StreamResponse:
-        rules = self._rulebook.current
-        head = request.facts if isinstance(request, ClientRequest) else None
-        path = head.path if isinstance(head, HeadFacts) else _path(request)
-        try:
-            if isinstance(head, HeadFacts) and head.rules is rules:
-                self.clients.count_request(head.sender.address, asyncio.get_running_loop().time())
-                return await self._handler.serve(head, request)
-            if not checked:
-                check_strictness(request, self._head_bytes_max)
-            if is_administrative(path):
-                return await self._pages.administer(path, request, self._on_admin_port)
-            if self._on_admin_port and path not in PROBES:
-                raise nothing_at(path)
-            cors = rules.cors
-            if cors is not None and not self._on_admin_port and (preflight := cors.preflight(request)) is not None:
-                return preflight
-            if asks_for_websocket(request):
-                # Not logged as an error: some clients try a WebSocket first and then use HTTP.
-                return no_websocket().response(error_dialect(path), {"x-request-id": id_for_error(request.headers)})
-            sender = rules.clients.identify(request)
-            if path not in OWN:
-                self.clients.count_request(sender.address, asyncio.get_running_loop().time())
-            # The raw path: for a proxy in front that filters by path, %2f is no slash.
-            route = SCHEDULED.get(request.rel_url.raw_path.rstrip("/"))
-            if route is not None:
-                check_method(request, route.method)
-                query = request.rel_url.raw_query_string
-                path_qs = f"{route.path}?{query}" if query else route.path
-                given_id = request_id(request.headers)
-                agent = user_agent(request.headers)
-                head = HeadFacts(rules, route, sender, path, path_qs, request.method, given_id, agent)
-                return await self._handler.serve(head, request)
-            return await self._unscheduled(path, request, sender)
-        except Failure as failure:
-            return self.refuse(request, failure, path)
-        except (ConnectionError, web.RequestPayloadError):
-            # The client is gone. The server only needs a response to close the connection with.
-            return web.Response(status=400)
-        except Exception as bug:  # noqa: BLE001 - a bug in handling one request becomes a 500 and a traceback in the log
-            return self._internal(path, request, bug)
+    async def _answer(self, path: str, request: web.BaseRequest, rules: Rules, checked: bool) -> web.StreamResponse:
+        """Answer a request whose head is new. Raises Failure."""
+        if not checked:
+            check_strictness(request, self._head_bytes_max)
+        if is_administrative(path):
+            return await self._pages.administer(path, request, self._on_admin_port)
+        if self._on_admin_port and path not in PROBES:
+            raise nothing_at(path)
+        cors = rules.cors
+        if cors is not None and not self._on_admin_port and (preflight := cors.preflight(request)) is not None:
+            return preflight
+        if asks_for_websocket(request):
+            # Not logged as an error: some clients try a WebSocket first and then use HTTP.
+            return no_websocket().response(error_dialect(path), {"x-request-id": id_for_error(request.headers)})
+        sender = rules.clients.identify(request)
+        if path not in OWN:
+            self.clients.count_request(sender.address, asyncio.get_running_loop().time())
+        # The raw path: for a proxy in front that filters by path, %2f is no slash.
+        route = SCHEDULED.get(request.rel_url.raw_path.rstrip("/"))
+        if route is not None:
+            check_method(request, route.method)
+            query = request.rel_url.raw_query_string
+            path_qs = f"{route.path}?{query}" if query else route.path
+            given_id = request_id(request.headers)
+            agent = user_agent(request.headers)
+            head = HeadFacts(rules, route, sender, path, path_qs, request.method, given_id, agent)
+            return await self._handler.serve(head, request)
+        return await self._unscheduled(path, request, sender)
 
     def _internal(self, path: str, request: web.BaseRequest, bug: Exception) -> web.Response:
         own_id = id_for_error(request.headers)

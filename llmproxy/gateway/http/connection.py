@@ -367,6 +367,8 @@ def _request(
 ) -> web.BaseRequest:
     kind = ChunkedRequest if message.chunked else ClientRequest
     request = kind(message, payload, protocol, writer, task, protocol._loop)
+    # The library would find both in calls of their own.
+    request._cache.update(headers=message.headers, version=message.version)
     kept = protocol.kept_head if isinstance(protocol, ClientConnection) else None
     if kept is not None and kept.is_head_of(message):
         request.facts = kept.facts
