@@ -35,7 +35,7 @@ PROTOCOL = 1
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
-    """A message. The field `call` is the number of a call of the client, `lease` the call number of an `Admit`."""
+    """A message. The field `call` is the number of a client's call, and `lease` the call number of an `Admit`."""
 
 
 class Answer(Message, frozen=True):

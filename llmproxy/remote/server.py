@@ -63,7 +63,10 @@ class LeaseServer:
     """Serves the calls of one client process over successive links."""
 
     def __init__(self, services: Services, other: Callable[[FromWorker | FromMember], None]) -> None:
-        """`other` gets messages that do not concern leases."""
+        """
+        Args:
+            other: Gets messages that do not concern leases.
+        """
         self._services = services
         self._dispatcher = services.dispatcher
         self._pools = services.dispatcher.pools

@@ -21,7 +21,10 @@ class Deadlines:
     """
 
     def __init__(self, no_backend_wait_s: float, waiting: Mapping[str, Queued]) -> None:
-        """`waiting`: the waiting requests of the pool by id, which the waiting room keeps up to date."""
+        """
+        Args:
+            waiting: The waiting requests of the pool, keyed by id. The waiting room keeps this map up to date.
+        """
         self._waiting = waiting
         self._no_backend_wait_s = no_backend_wait_s
         # In each pair below, index 0 is the normal clock, and index 1 the hold clock.

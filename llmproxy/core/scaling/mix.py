@@ -1,4 +1,4 @@
-"""The arrivals of a pool by size class, and the tokens of requests of each class."""
+"""The arrivals of a pool by size class, and the tokens of each class's requests."""
 
 from __future__ import annotations
 

@@ -74,8 +74,8 @@ def work_of(served: Served) -> EngineWork:
 
 
 def price_lists(spec: ReplicaSpec, prefill_scale: float) -> list[EngineWork]:
-    """Returns price lists, each with the seconds of one replica for a unit of each kind of work. By every list, the
-    cost of any work is a lower bound of its time.
+    """Returns price lists: the seconds of one replica for a unit of each kind of work. By every list, the cost of any
+    work is a lower bound of its time.
 
     A step costs a constant, an amount per token, and attention. `step_tokens`, `max_num_seqs` and the KV cache set the
     least number of steps for any work. A step takes the larger of two times (weight reads, compute), so all steps take

@@ -205,7 +205,7 @@ class Cluster:
             incoming.link.close()
 
     async def _watch(self) -> None:
-        """As leader, announces state for the next leader. Without a leader, refuses late requests or goes
+        """Announces state for the next leader while this member leads. Without a leader, refuses late requests or goes
         standalone.
         """
         while True:

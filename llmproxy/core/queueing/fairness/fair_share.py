@@ -37,9 +37,9 @@ class FairShare(FairnessPolicy):
     backlogged, its counter is raised to at least V minus the credit (`CREDIT_REQUESTS` mean charges), so that a flow
     cannot save up more than this while idle. A counter above V stays as it is.
 
-    Bounds. K is the largest credit. U_f is the largest total charge per unit of weight of the requests that flow f has
-    in flight at one time, where each request counts with the highest charge that it ever has. U = U_f + U_g. If always
-    the first candidate is dispatched, then at any time:
+    Bounds. K is the largest credit. U_f is the largest total charge of the requests that flow f has in flight at one
+    time, divided by their weights; each request counts with the highest charge that it ever has. U = U_f + U_g. If
+    always the first candidate is dispatched, then at any time:
 
     1. The counters of two backlogged flows differ by at most U + K. f is dispatched only if it has the least counter,
        which is not above V. V never falls, and counter_f then grows only by charges in flight: counter_f <= V + U_f.
@@ -55,7 +55,7 @@ class FairShare(FairnessPolicy):
     estimated or its delivered tokens, whichever are more. The paper proves that no policy that neither idles nor
     preempts can guarantee a difference of service below w_q M, with the tokens of all flows in M.
 
-    If the first request of a flow fits on no backend, the flow is passed over, which weakens the bounds.
+    If no backend can take the first request of a flow, the flow is passed over, which weakens the bounds.
     """
 
     def __init__(self, settings: Settings) -> None:
