@@ -32,17 +32,23 @@ class PacedCalls:
         self._taken += 1
         return True
 
+    def __len__(self) -> int:
+        """Returns the number of calls that wait."""
+        return len(self._calls)
+
     def _end_turn(self) -> None:
         self._taken = 0
 
     def add(self, call: Callable[[], object]) -> None:
-        """Runs `call` in a later iteration of the event loop. `call` must not raise."""
+        """Runs `call` in a later iteration of the event loop. An exception goes to the loop's exception handler."""
         if not self._calls:
             asyncio.get_running_loop().call_soon(self._make_some)
         self._calls.append(call)
 
     def _make_some(self) -> None:
-        for _ in range(min(len(self._calls), CALLS)):
-            self._calls.popleft()()
-        if self._calls:
-            asyncio.get_running_loop().call_soon(self._make_some)
+        try:
+            for _ in range(min(len(self._calls), CALLS)):
+                self._calls.popleft()()
+        finally:
+            if self._calls:
+                asyncio.get_running_loop().call_soon(self._make_some)

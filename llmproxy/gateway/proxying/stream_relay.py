@@ -188,8 +188,10 @@ class ProgressReports:
 
     def _sweep(self) -> None:
         self._timer = None
-        for stream in self._open:
-            self._reporting.add(partial(self._report, stream))
+        # A busy loop may take longer for a sweep than the time between two.
+        if not self._reporting:
+            for stream in self._open:
+                self._reporting.add(partial(self._report, stream))
         if self._open:
             self._plan()
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections import Counter
 from typing import Any
 
+import pytest
+
+from llmproxy.gateway.proxying import stream_relay
 from llmproxy.gateway.proxying.stream_relay import PROGRESS_S, ProgressReports
 from llmproxy.lifecycle.paced import CALLS
 from tests.dispatching import virtual
@@ -69,3 +73,18 @@ async def test_a_stream_that_ends_in_a_sweep_reports_nothing_more() -> None:
     asyncio.get_running_loop().call_at(PROGRESS_S, reports.remove, streams[-1])
     await asyncio.sleep(1.5 * PROGRESS_S)
     assert (streams[0].reports, streams[-2].reports, streams[-1].reports) == (1, 1, 0)
+
+
+@virtual
+async def test_a_loop_too_busy_for_a_sweep_in_time_keeps_no_stream_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_relay, "PROGRESS_S", 0.0)
+    reports = ProgressReports()
+    streams = opened(reports, Turns())
+    for _ in range(50):
+        await asyncio.sleep(0)
+    ended = weakref.ref(streams[0])
+    while streams:
+        reports.remove(streams.pop())
+    for _ in range(2 * STREAMS // CALLS):
+        await asyncio.sleep(0)
+    assert ended() is None
