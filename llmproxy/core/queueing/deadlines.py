@@ -112,6 +112,11 @@ class Deadlines:
             due.append(heap.pop())
         return due
 
+    def clean(self) -> None:
+        """Drops the requests that are gone."""
+        for heap in self._heaps:
+            heap.clean()
+
     def _read(self, clock: int, now: float) -> float:
         elapsed_s = self._elapsed_s[clock]
         return elapsed_s if clock != self._running or self._since_s is None else elapsed_s + now - self._since_s

@@ -32,11 +32,15 @@ class LazyHeap(Generic[Key, Item]):
     def push(self, key: Key, item: Item, live: int) -> HeapEntry[Key, Item]:
         """Adds an entry and returns it. Cleans up a heap with far more than `live` entries first."""
         if len(self.entries) >= 64 + 2 * live:
-            self.entries = [entry for entry in self.entries if self._counts(entry)]
-            heapify(self.entries)
+            self.clean()
         entry = (key, next(self._serial), item)
         heappush(self.entries, entry)
         return entry
+
+    def clean(self) -> None:
+        """Drops the entries that are not valid."""
+        self.entries = [entry for entry in self.entries if self._counts(entry)]
+        heapify(self.entries)
 
     def least(self) -> HeapEntry[Key, Item] | None:
         """Returns the least valid entry, None without one."""

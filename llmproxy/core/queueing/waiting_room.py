@@ -127,6 +127,10 @@ class WaitingRoom:
         self._unsorted.append(queued)
         if len(self._unsorted) > 64 + 2 * len(self.waiting):
             self._unsorted = [one for one in self._unsorted if not one.gone]
+            # While no request waits, nothing is pushed to the heaps, and a push would clean them.
+            self.deadlines.clean()
+            for newest in self._newest.values():
+                newest.clean()
         self.bands[request.band].push(queued, now)
 
     def leave(self, queued: Queued) -> Waited | None:
