@@ -58,7 +58,7 @@ def _disaggregation(scheduling: SchedulingConfig) -> Disaggregation:
 
 
 def _same_names(settings: type, section: Section, but: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns the values of a section whose names are fields of the class `settings` too, except the names in `but`."""
+    """Returns the values of the fields that `section` and the class `settings` both have, except the names in `but`."""
     names = {field.name for field in fields(settings)} & type(section).model_fields.keys()
     return {name: getattr(section, name) for name in names - set(but)}
 

@@ -160,7 +160,7 @@ class Scheduler:
         return [(queued.request, queued.excluded) for queued in leaving]
 
     def drop_bound(self, backend: str) -> None:
-        """Drops the requests that only `backend` may serve, because its process and their stored responses are gone."""
+        """Drops the waiting requests that only `backend` may serve."""
         for queued in self._room.bound_to(backend):
             self._shed.append(Drop(queued.request, Outcome.BAD_REQUEST, 0.0, self._room.leave(queued)))
 

@@ -347,7 +347,9 @@ def _so_far(reported: Usage, request: Request, seen: int) -> Usage:
 
 
 async def end_broken(call: Call, message: str, client: ResponseWriter) -> None:
-    """End a broken stream with one error event in the client's dialect. Abort the connection of any other answer."""
+    """Ends a broken event stream with one error event in the client's dialect, unless the engine sent one. Aborts the
+    connection instead if the answer is no event stream, or if writing to the client is paused.
+    """
     if call.tap is None or client.paused:
         await client.abort()
         return

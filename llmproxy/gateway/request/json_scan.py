@@ -90,8 +90,8 @@ def is_media(head: bytes) -> bool:
 
 
 def scan_members(body: bytes, wanted: Collection[str], slice_bytes: int = SLICE_BYTES) -> Slices[dict[str, Member]]:
-    """Returns the last value of each wanted name, as the engine does for repeated names; otherwise like
-    `scan_every`.
+    """Like `scan_every`, but returns one value for each name found: the last one if the name is repeated, because the
+    engine uses the last one too.
     """
     return dict((yield from scan_every(body, wanted, slice_bytes)))
 

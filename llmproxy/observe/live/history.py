@@ -72,7 +72,7 @@ class History:
         if second - begin > SECONDS:
             # The process was stopped for longer than the columns of seconds cover.
             self._put_gap(begin, end=(self._last_s // TEN_S + 1) * TEN_S)
-            begin = (second - SECONDS) // TEN_S * TEN_S
+            begin = max((second - SECONDS) // TEN_S * TEN_S, self._last_s + 1)
             self._forget_tens(self._last_s // TEN_S + 1, begin // TEN_S)
         self._put_gap(begin, end=second)
         self._make_room(row)
@@ -85,7 +85,8 @@ class History:
     def read(self, prefixes: Iterable[str], span_s: int) -> Stretch:
         """Returns the last `span_s` seconds of the columns whose names begin with one of `prefixes`.
 
-        A span of up to SECONDS has a value per second, a longer span a value per ten complete seconds.
+        Up to SECONDS, each second has a value. For a longer span, each ten seconds have one value, and the unfinished
+        ten are left out.
         """
         wanted = tuple(prefixes)
         names = tuple(name for name in self._columns if name.startswith(wanted))

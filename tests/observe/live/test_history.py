@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from math import isnan, nan
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from llmproxy.observe.live.history import COLUMNS_MAX, SECONDS, TEN_S, TENS, History, Stretch
@@ -121,6 +121,7 @@ def test_history_takes_the_documented_memory() -> None:
     assert f"{size / 1e6:.1f} MB" == "21.4 MB"
 
 
+@example([1, SECONDS + 2], SECONDS + 1)
 @given(st.lists(st.integers(1, 2_500), min_size=1, max_size=25), st.integers(1, 2_000))
 def test_history_equals_a_list_of_rows(gaps: list[int], span_s: int) -> None:
     history, rows, second = History(), {}, 0
