@@ -1,4 +1,4 @@
-"""The settings of the core. They are derived from the configuration, and have the same defaults."""
+"""The settings of the core. They are derived from the configuration, whose schema has the defaults."""
 
 from __future__ import annotations
 

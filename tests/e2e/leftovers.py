@@ -86,6 +86,13 @@ def _left(before: set[object]) -> list[object]:
     return [each for each in (*tasks(), *sockets(), *timers()) if each not in before]
 
 
+def _connections(left: list[object]) -> str:
+    """The rows of the kernel's table (addresses, state, inode) of the sockets that are left."""
+    inodes = {str(each)[8:-1] for each in left if isinstance(each, str)}
+    table = Path("/proc/self/net/tcp").read_text() + Path("/proc/self/net/tcp6").read_text()
+    return "\n".join(row for row in table.splitlines() if inodes & set(row.split()))
+
+
 @asynccontextmanager
 async def nothing_left() -> AsyncIterator[None]:
     """Check that the block gives back every task, socket and timer, and that the loop had nothing to report."""
@@ -98,7 +105,7 @@ async def nothing_left() -> AsyncIterator[None]:
         yield
         end_s = loop.time() + LIMIT_S
         while left := _left(before):
-            assert loop.time() < end_s, f"left behind: {left}"
+            assert loop.time() < end_s, f"left behind: {left}\n{_connections(left)}"
             await asyncio.sleep(0.005)
         # An exception that was never retrieved is reported when its task is collected.
         gc.collect(1)
