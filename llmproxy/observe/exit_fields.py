@@ -16,7 +16,7 @@ _names, _agents = ShownNames(), ShownNames()
 
 class Shape(NamedTuple):
     """Functions that format the values of a field: as text of the log, as JSON of the log, and for the decision log.
-    None leaves the value unchanged.
+    Where a function is None, the value stays unchanged.
     """
 
     text: Callable[[Any], str]

@@ -230,7 +230,7 @@ class LeaseGranted(Answer, frozen=True, tag=22):
 
 
 class CallRefused(Answer, frozen=True, tag=23):
-    """The exception `Refused`; the answer to any call."""
+    """The answer to a call of any kind that failed."""
 
     call: int
     outcome: Outcome

@@ -266,7 +266,9 @@ class BackendLoad:
         self._prompts.add(flight.work_s, now)
 
     def loading_s(self, now: float) -> float:
-        """Returns a lower bound of the time that one running adapter load takes."""
+        """Returns how long each running adapter load takes at least: the time so far, divided by the loads that began
+        together. Returns 0 if none is running.
+        """
         if not self._loading:
             return 0.0
         booked_s = [self.unstarted[lease].booked_s for lease in self._loading]

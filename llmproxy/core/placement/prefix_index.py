@@ -94,9 +94,7 @@ class PrefixIndex:
         return self._capacity_blocks if recent is None else recent.limit
 
     def room(self, backend: str) -> int:
-        """Returns how many blocks can be added until the index has 7/8 of its limit, the size to which a full index is
-        cut.
-        """
+        """Returns how many more blocks of `backend` fit below 7/8 of its limit. A full index is cut to that size."""
         # `limit` and `size` are inlined: this runs for each backend and each request.
         recent = self._recent.get(backend)
         size, limit = (0, self._capacity_blocks) if recent is None else (recent.size, recent.limit)

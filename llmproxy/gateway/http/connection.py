@@ -265,8 +265,8 @@ class ClientConnection(web.RequestHandler):
         self.force_close()
 
     def _reject_protocol(self, wrong: WrongProtocol) -> None:
-        """Answers a client that speaks another protocol, and then waits, because some clients read nothing while they
-        cannot send.
+        """Answers a client that speaks another protocol, and closes the connection a moment later. If it were closed at
+        once, some clients would fail to send and never read the answer.
         """
         assert self._wire is not None
         # Bytes that still arrive are ignored.

@@ -338,10 +338,13 @@ class World:
     def _owed_by_one_that_hangs(self, revoke: Revoke) -> None:
         backend, held = self.pools.backends[revoke.backend], self.held[revoke.lease]
         assert backend.health.ejected
-        # An answer in one piece is silent until its end. Only readings can tell that nothing is done for it.
+        # An answer in one piece is silent until its end. Only polls can tell that nothing is done for it: by their
+        # readings, or because they get no answer.
         reading = backend.reading
-        assert held.grant.request.stream or (
-            reading is not None and (reading.generated is not None or not (reading.running or reading.waiting))
+        assert (
+            held.grant.request.stream
+            or backend.health.unanswered_s < inf
+            or (reading is not None and (reading.generated is not None or not (reading.running or reading.waiting)))
         )
         assert not held.started, "its client has seen a byte"
 
