@@ -123,7 +123,9 @@ def _wrong_edits(body: bytes, sent: Any, arrived: bytes) -> list[str]:
     expected = dict(sent)
     # An engine takes some other values for true.
     if sent.get("stream") not in (None, False):
-        options = sent.get("stream_options") or {}
+        options = sent.get("stream_options")
+        # Any other value is wrong, and passes unchanged: the engine refuses it.
+        options = {} if options is None else options
         if isinstance(options, dict) and not options.get("include_usage") and arrived != body:
             expected["stream_options"] = options | {"include_usage": True}
     # NaN is unequal to itself, so its spelling is compared.
