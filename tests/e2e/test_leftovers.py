@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 from collections.abc import Awaitable, Callable
 
 import aiohttp
 import pytest
 
-from tests.e2e.leftovers import nothing_left
+from tests.e2e.leftovers import nothing_left, sockets
 from tests.e2e.proxies import FAST, serving
+from tests.upstream.raw_server import Peer
 
 kept: list[object] = []
 
@@ -46,6 +49,27 @@ async def test_leftovers_are_found(leak: Callable[[str], Awaitable[None]], monke
         for handle in timers:
             if "print" in repr(handle):
                 handle.cancel()
+
+
+async def test_a_socket_is_seen_that_has_the_descriptor_of_a_closed_scripted_one() -> None:
+    accepted: asyncio.Future[Peer] = asyncio.get_running_loop().create_future()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        accepted.set_result(Peer(reader, writer))
+
+    async with await asyncio.start_server(accept, "127.0.0.1", 0) as server:
+        _, client = await asyncio.open_connection(*server.sockets[0].getsockname())
+        peer = await accepted
+        for writer in (client, peer.writer):
+            writer.close()
+            await writer.wait_closed()
+        before = sockets()
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            os.dup2(listener.fileno(), peer.fileno)
+        try:
+            assert len(sockets() - before) == 1
+        finally:
+            os.close(peer.fileno)
 
 
 async def test_an_exception_that_was_never_retrieved_is_found() -> None:

@@ -52,6 +52,7 @@ class Peer:
         self.reader = reader
         self.writer = writer
         self.fileno: int = writer.get_extra_info("socket").fileno()
+        self.inode = os.fstat(self.fileno).st_ino
         self.requests: list[bytes] = []
         self.asked = asyncio.Event()
         self.gone = asyncio.Event()
