@@ -42,6 +42,22 @@ REPLICA: Options = {
     "speed": (_option(float, help="10 is ten times faster than real."), 1.0),
     "seed": (_option(int, help="Seed of the random variation of step times."), 0),
     "api_key": (_option(str | None, help="Key that clients must present."), None),
+    "text": (
+        _option(
+            Literal["words", "numbered"],
+            metavar="words|numbered",
+            help="Answer with pseudo-words, or with numbered tokens, which show lost and repeated tokens.",
+        ),
+        "words",
+    ),
+    "join": (
+        _option(
+            Literal["same", "split", "repeat"],
+            metavar="same|split|repeat",
+            help="Continue a numbered answer from its text: the same, split into other tokens, or repeating a token.",
+        ),
+        "same",
+    ),
     "shutdown": (
         _option(
             Literal["now", "hang"],

@@ -43,8 +43,8 @@ class ResponsesAnswer(AnswerWriter):
             self._event("response.content_part.added", content_index=0, item_id=self._item, output_index=0, part=part),
         ]
 
-    def delta(self, index: int, text: str, reason: str | None, usage: AnswerUsage) -> list[bytes]:  # noqa: ARG002
-        return [self._text_event("response.output_text.delta", delta=text)]
+    def delta(self, index: int, part: Choice, usage: AnswerUsage) -> list[bytes]:  # noqa: ARG002
+        return [self._text_event("response.output_text.delta", delta=part.text)]
 
     def closing(self, choices: list[Choice], usage: AnswerUsage) -> list[bytes]:
         """Returns the final events. A truncated answer also ends in `response.completed`."""
@@ -133,8 +133,8 @@ class MessagesAnswer(AnswerWriter):
             _block("start", {"content_block": {"type": "text", "text": ""}}),
         ]
 
-    def delta(self, index: int, text: str, reason: str | None, usage: AnswerUsage) -> list[bytes]:  # noqa: ARG002
-        return [_block("delta", {"delta": {"type": "text_delta", "text": text}})]
+    def delta(self, index: int, part: Choice, usage: AnswerUsage) -> list[bytes]:  # noqa: ARG002
+        return [_block("delta", {"delta": {"type": "text_delta", "text": part.text}})]
 
     def closing(self, choices: list[Choice], usage: AnswerUsage) -> list[bytes]:
         """Returns the final events: end of the block, stop reason and usage."""

@@ -8,7 +8,7 @@ which the server sends as an HTTP chunk.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -27,6 +27,8 @@ from llmproxy.lab.simulator.server.service import ServedModel
 FINGERPRINT = "vllm-0.32.0-51ab1e5d"
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
+Ids = Sequence[int] | None
+"""Token ids; None if they are not requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +64,11 @@ class AnswerUsage:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A finished sequence. `reason` is `length` or `stop`."""
+    """A sequence, or a part of it. At its end, `reason` is `length` or `stop`."""
 
     text: str
-    reason: str
+    ids: Ids
+    reason: str | None
 
 
 class AnswerWriter(Protocol):
@@ -82,7 +85,7 @@ class AnswerWriter(Protocol):
     def opening(self, usage: AnswerUsage) -> list[bytes]:  # noqa: ARG002 - a text has no role to begin with
         return []
 
-    def delta(self, index: int, text: str, reason: str | None, usage: AnswerUsage) -> list[bytes]: ...
+    def delta(self, index: int, part: Choice, usage: AnswerUsage) -> list[bytes]: ...
     def closing(self, choices: list[Choice], usage: AnswerUsage) -> list[bytes]: ...
     def whole(self, choices: list[Choice], usage: AnswerUsage) -> Body: ...
     def broken(self, error: ApiError) -> list[bytes]: ...
@@ -115,6 +118,11 @@ class _OpenAiAnswer(AnswerWriter):
     def broken(self, error: ApiError) -> list[bytes]:
         return [stream_error(error), DONE]
 
+    def _prompt_ids(self, index: int) -> Ids:
+        """Returns the token ids of the prompt of a choice."""
+        generation = self._generation
+        return generation.prompts[index // generation.choices] if generation.return_token_ids else None
+
     def _event(self, choices: str, after: str = "") -> bytes:
         return f"data: {self._chunk_begin},{choices}{after}}}\n\n".encode()
 
@@ -140,15 +148,15 @@ class ChatAnswer(_OpenAiAnswer):
     parse = staticmethod(chat_request)
 
     def opening(self, usage: AnswerUsage) -> list[bytes]:
-        after = self._usage_now(usage) + ',"prompt_token_ids":null,"prompt_text":null'
+        after = self._usage_now(usage) + f',"prompt_token_ids":{_dump(self._prompt_ids(0))},"prompt_text":null'
         role = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
         return [self._event(f'"choices":[{{"index":{i},{role}}}]', after) for i in range(self._generation.choices)]
 
-    def delta(self, index: int, text: str, reason: str | None, usage: AnswerUsage) -> list[bytes]:
-        finish = f'"{reason}","stop_reason":null' if reason else "null"
-        choice = f'"index":{index},"delta":{{"content":{_dump(text)}}},"logprobs":null,"finish_reason":{finish}'
-        event = self._event(f'"choices":[{{{choice},"token_ids":null}}]', self._usage_now(usage) + self._last(reason))
-        return [event]
+    def delta(self, index: int, part: Choice, usage: AnswerUsage) -> list[bytes]:
+        finish = f'"{part.reason}","stop_reason":null' if part.reason else "null"
+        choice = f'"index":{index},"delta":{{"content":{_dump(part.text)}}},"logprobs":null,"finish_reason":{finish}'
+        choices = f'"choices":[{{{choice},"token_ids":{_dump(part.ids)}}}]'
+        return [self._event(choices, self._usage_now(usage) + self._last(part.reason))]
 
     def whole(self, choices: list[Choice], usage: AnswerUsage) -> Body:
         none = {"refusal": None, "annotations": None, "audio": None, "function_call": None, "reasoning": None}
@@ -159,14 +167,14 @@ class ChatAnswer(_OpenAiAnswer):
                 "logprobs": None,
                 "finish_reason": choice.reason,
                 "stop_reason": None,
-                "token_ids": None,
+                "token_ids": choice.ids,
                 "routed_experts": None,
             }
             for index, choice in enumerate(choices)
         ]
-        extra = ("prompt_logprobs", "prompt_token_ids", "prompt_text", *_ENDING_NULLS)
         ending = self._ending(usage, {"multimodal_tokens": None})
-        return self._begin | {"choices": shown} | ending | dict.fromkeys(extra)
+        prompt = {"prompt_logprobs": None, "prompt_token_ids": self._prompt_ids(0), "prompt_text": None}
+        return self._begin | {"choices": shown} | ending | prompt | dict.fromkeys(_ENDING_NULLS)
 
 
 class CompletionAnswer(_OpenAiAnswer):
@@ -175,17 +183,33 @@ class CompletionAnswer(_OpenAiAnswer):
     noun_chunk = "text_completion"
     parse = staticmethod(completion_request)
 
-    def delta(self, index: int, text: str, reason: str | None, usage: AnswerUsage) -> list[bytes]:
-        finish = f'"{reason}"' if reason else "null"
-        choice = f'"index":{index},"text":{_dump(text)},"logprobs":null,"finish_reason":{finish},"stop_reason":null'
-        choices = f'"choices":[{{{choice},"prompt_token_ids":null,"token_ids":null}}]'
-        return [self._event(choices, self._usage_now(usage) + self._last(reason))]
+    def __init__(self, generation: GenerationRequest, head: Head) -> None:
+        super().__init__(generation, head)
+        self._begun: set[int] = set()
+
+    def delta(self, index: int, part: Choice, usage: AnswerUsage) -> list[bytes]:
+        finish = f'"{part.reason}"' if part.reason else "null"
+        choice = (
+            f'"index":{index},"text":{_dump(part.text)},"logprobs":null,"finish_reason":{finish},"stop_reason":null'
+        )
+        prompt = None if index in self._begun else self._prompt_ids(index)
+        self._begun.add(index)
+        choices = f'"choices":[{{{choice},"prompt_token_ids":{_dump(prompt)},"token_ids":{_dump(part.ids)}}}]'
+        return [self._event(choices, self._usage_now(usage) + self._last(part.reason))]
 
     def whole(self, choices: list[Choice], usage: AnswerUsage) -> Body:
-        after = ("stop_reason", "token_ids", "prompt_logprobs", "prompt_token_ids", "routed_experts")
         shown = [
-            {"index": index, "text": choice.text, "logprobs": None, "finish_reason": choice.reason}
-            | dict.fromkeys(after)
+            {
+                "index": index,
+                "text": choice.text,
+                "logprobs": None,
+                "finish_reason": choice.reason,
+                "stop_reason": None,
+                "token_ids": choice.ids,
+                "prompt_logprobs": None,
+                "prompt_token_ids": self._prompt_ids(index),
+                "routed_experts": None,
+            }
             for index, choice in enumerate(choices)
         ]
         return self._begin | {"choices": shown} | self._ending(usage, {}) | dict.fromkeys(_ENDING_NULLS)

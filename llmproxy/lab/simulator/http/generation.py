@@ -15,13 +15,13 @@ from aiohttp import web
 
 from llmproxy.lab.simulator.http.answer_events import ResponsesAnswer
 from llmproxy.lab.simulator.http.answers import KEEP_ALIVE, AnswerUsage, AnswerWriter, Choice, Head
+from llmproxy.lab.simulator.server.answer_text import AnswerText, Wrong
 from llmproxy.lab.simulator.server.faults import FaultKind
 from llmproxy.lab.simulator.server.metrics import unix_now_s
 from llmproxy.lab.simulator.server.nixl import KvLoadError
-from llmproxy.lab.simulator.server.pacer import GenerationJob, SequenceProgress
+from llmproxy.lab.simulator.server.pacer import GenerationJob
 from llmproxy.lab.simulator.server.requests import ApiError, Body, GenerationRequest, Limits, items
 from llmproxy.lab.simulator.server.service import BLOCK_SIZE, Service, engine_dead
-from llmproxy.lab.simulator.server.text import WRONG_WORD, seed_of, words
 
 STREAM_TYPE = "text/event-stream; charset=utf-8"
 
@@ -82,11 +82,11 @@ async def generate(
 
 @dataclass(slots=True)
 class _Sent:
-    """The progress of a choice: tokens seen, and tokens whose text was sent."""
+    """The progress of a choice: tokens seen, tokens whose text was sent, and tokens whose ids were sent."""
 
-    seed: int
     tokens: int = 0
     text_tokens: int = 0
+    id_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -105,8 +105,7 @@ class _Exchange:
     bytes_to_reset: int | None = None
 
     def __post_init__(self) -> None:
-        model, choices = self.generation.model, range(self.generation.choices)
-        self.sent = [_Sent(seed_of(prompt, model, choice)) for prompt in self.generation.prompts for choice in choices]
+        self.sent = [_Sent() for _ in self.job.sequences]
 
     async def whole(self) -> web.StreamResponse:
         """Sends the whole answer at its end."""
@@ -175,14 +174,27 @@ class _Exchange:
             events += self._opening()
             sent.tokens = progress.tokens
             reason = self.job.reasons[index] if progress.finished else None
-            turn = (sent.seed + sent.tokens) % 8 if self.service.options.ragged_deltas and reason is None else -1
+            answer = self._text(index)
+            turn = (answer.seed + sent.tokens) % 8 if self.service.options.ragged_deltas and reason is None else -1
             if turn == 0:
                 continue
-            text = "" if turn == 1 else _text(sent, progress, sent.text_tokens)
+            text = "" if turn == 1 else answer.text(sent.text_tokens, sent.tokens)
             if turn != 1:
                 sent.text_tokens = sent.tokens
-            events += self.answer.delta(index, text, reason, self._usage())
+            part = Choice(text, self._ids(index, sent.id_tokens), reason)
+            sent.id_tokens = sent.tokens
+            events += self.answer.delta(index, part, self._usage())
         return events
+
+    def _text(self, index: int) -> AnswerText:
+        answer = self.job.answers[index]
+        return Wrong(answer.seed) if self.job.progress[index].wrong else answer
+
+    def _ids(self, index: int, first: int) -> tuple[int, ...] | None:
+        """Returns the token ids of a choice from token `first` on, if they are requested."""
+        if not self.generation.return_token_ids:
+            return None
+        return self._text(index).tokens(first, self.job.progress[index].tokens)
 
     def _opening(self) -> list[bytes]:
         """Returns the opening events, once."""
@@ -193,8 +205,8 @@ class _Exchange:
 
     def _choices(self) -> list[Choice]:
         return [
-            Choice(_text(sent, progress, 0), reason)
-            for sent, progress, reason in zip(self.sent, self.job.progress, self.job.reasons, strict=True)
+            Choice(self._text(index).text(0, self.job.progress[index].tokens), self._ids(index, 0), reason)
+            for index, reason in enumerate(self.job.reasons)
         ]
 
     def _usage(self) -> AnswerUsage:
@@ -242,13 +254,6 @@ class _Exchange:
             transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger_on_for_zero_s)
             transport.abort()
         await _until_cancelled()
-
-
-def _text(sent: _Sent, progress: SequenceProgress, first: int) -> str:
-    """Returns the text of a sequence from token `first` on."""
-    if progress.wrong:
-        return WRONG_WORD * (progress.tokens - first)
-    return words(sent.seed, first, progress.tokens)
 
 
 async def _until_cancelled() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from llmproxy.lab.simulator.engine.engine import Engine
 from llmproxy.lab.simulator.engine.sequence import EngineRequest
+from llmproxy.lab.simulator.server.answer_text import AnswerText
 from llmproxy.lab.simulator.server.metrics import ReplicaMetrics
 from llmproxy.lab.simulator.server.requests import ApiError
 
@@ -38,6 +39,7 @@ class GenerationJob:
     arrived_s: float
     kv_transfer_params: Mapping[str, Any] = field(default_factory=dict)
     remote_cached_tokens: int | None = None  # Cached prompt tokens on the prefill replica.
+    answers: Sequence[AnswerText] = ()
     progress: list[SequenceProgress] = field(init=False)
     error: ApiError | None = None  # Set when the engine has died, or when the job's KV blocks are not available.
     _news: asyncio.Event = field(default_factory=asyncio.Event)

@@ -10,10 +10,17 @@ from typing import Any
 
 import orjson
 
-from llmproxy.lab.simulator.server.text import tokens_of
+from llmproxy.lab.simulator.server import numbered
+from llmproxy.lab.simulator.server.answer_text import Join
+from llmproxy.lab.simulator.server.text import packed, tokens_of
 
 Body = dict[str, Any]
 _IMAGE_TOKENS = 256
+_NOT_COMPATIBLE = (
+    "continue_final_message and add_generation_prompt are not compatible. Use continue_final_message when you want "
+    "the model to continue the final message, and add_generation_prompt when you want to add a header that will prompt "
+    "it to start a new assistant message instead."
+)
 
 
 class ApiError(Exception):
@@ -29,11 +36,14 @@ class ApiError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of a replica: base model name, names of loaded adapters, longest sequence in tokens."""
+    """Limits of a replica: base model name, names of loaded adapters, longest sequence in tokens, and how answers go on
+    from their text.
+    """
 
     model: str
     adapters: frozenset[str]
     max_model_len: int
+    join: Join = "same"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +61,8 @@ class GenerationRequest:
     ignore_eos: bool = False
     min_tokens: int = 0
     cache_salt: str | None = None
+    return_token_ids: bool = False
+    join: Join = "same"
     body: Body = field(default_factory=dict)
 
     @property
@@ -99,13 +111,24 @@ def chat_request(body: Body, limits: Limits) -> GenerationRequest:
     if body.get("tools") and body.get("tool_choice") in (None, "auto"):
         message = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
         raise ApiError(400, message)
-    return _checked(body, limits, [chat_tokens(messages)], limit, max(_integer(body, "n") or 1, 1))
+    continues = body.get("continue_final_message") is True
+    if continues and body.get("add_generation_prompt") is True:
+        message = "Cannot set both `continue_final_message` and `add_generation_prompt` to True."
+        raise ApiError(400, message)
+    if continues and body.get("add_generation_prompt") is None:
+        # The default of `add_generation_prompt` is true, which the chat template refuses.
+        raise ApiError(400, _NOT_COMPATIBLE)
+    prompts = [_joined(chat_tokens(messages, continues), limits)]
+    return _checked(body, limits, prompts, limit, max(_integer(body, "n") or 1, 1), join=limits.join)
 
 
 def completion_request(body: Body, limits: Limits) -> GenerationRequest:
     """Validates a body of `/v1/completions`. The default of `max_tokens` is 16, as in vLLM."""
-    prompts = _prompts(body.get("prompt"))
-    return _checked(body, limits, prompts, "max_tokens", max(_integer(body, "n") or 1, 1), default_tokens=16)
+    prompts, text = _prompts(body.get("prompt"))
+    if text:
+        prompts = [_joined(prompt, limits) for prompt in prompts]
+    choices = max(_integer(body, "n") or 1, 1)
+    return _checked(body, limits, prompts, "max_tokens", choices, 16, limits.join if text else "same")
 
 
 def responses_request(body: Body, limits: Limits) -> GenerationRequest:
@@ -120,7 +143,11 @@ def responses_request(body: Body, limits: Limits) -> GenerationRequest:
     messages = [*items(given)]
     if isinstance(body.get("instructions"), str):
         messages.insert(0, {"role": "system", "content": body["instructions"]})
-    return _checked(body, limits, [chat_tokens(messages)], "max_output_tokens")
+    # As in vLLM, an assistant's message that is not complete is continued.
+    last = messages[-1] if messages else None
+    continues = isinstance(last, dict) and last.get("status") in ("in_progress", "incomplete")
+    prompts = [_joined(chat_tokens(messages, continues), limits)]
+    return _checked(body, limits, prompts, "max_output_tokens", join=limits.join)
 
 
 def items(given: str | list[Any]) -> list[Any]:
@@ -153,8 +180,11 @@ def resolve(body: Body, limits: Limits) -> tuple[str, str | None]:
     return name, name
 
 
-def chat_tokens(messages: Sequence[Any]) -> tuple[int, ...]:
-    """Returns the prompt of a conversation. Parts share no token, so a longer conversation extends the prompt."""
+def chat_tokens(messages: Sequence[Any], continues: bool = False) -> tuple[int, ...]:
+    """Returns the prompt of a conversation. Parts share no token, so a longer conversation extends the prompt.
+
+    With `continues`, the answer goes on from the last message.
+    """
     tokens: list[int] = []
     for message in messages:
         if not isinstance(message, dict):
@@ -164,8 +194,16 @@ def chat_tokens(messages: Sequence[Any]) -> tuple[int, ...]:
         content = message.get("content")
         for part in content if isinstance(content, list) else [content]:
             tokens += _part_tokens(_without_header(part) if role == "system" else part)
-    tokens += tokens_of("<|assistant|>")
+    if not continues:
+        tokens += tokens_of("<|assistant|>")
     return tuple(tokens)
+
+
+def _joined(prompt: tuple[int, ...], limits: Limits) -> tuple[int, ...]:
+    """Returns the tokens of a text. Where a join differs, the last token of an answer becomes other tokens."""
+    if limits.join == "same" or prompt[-1] < numbered.FIRST_ID or not numbered.number_of(prompt[-1]):
+        return prompt
+    return (*prompt[:-1], *packed(numbered.bytes_of(prompt[-1])))
 
 
 def _without_header(part: object) -> object:
@@ -199,17 +237,20 @@ def _messages(body: Body) -> list[Any]:
     return messages
 
 
-def _prompts(prompt: object) -> list[tuple[int, ...]]:
-    """Returns the prompts of the field `prompt`: a text, a list of texts, token ids, or a list of token id lists."""
+def _prompts(prompt: object) -> tuple[list[tuple[int, ...]], bool]:
+    """Returns the prompts of the field `prompt`, and whether they are texts.
+
+    The field is a text, a list of texts, token ids, or a list of token id lists.
+    """
     if isinstance(prompt, str) and prompt:
-        return [tokens_of(prompt)]
+        return [tokens_of(prompt)], True
     if isinstance(prompt, list) and prompt:
         if all(isinstance(part, str) and part for part in prompt):
-            return [tokens_of(part) for part in prompt]
+            return [tokens_of(part) for part in prompt], True
         if all(isinstance(part, int) for part in prompt):
-            return [tuple(prompt)]
+            return [tuple(prompt)], False
         if all(isinstance(part, list) and part and all(isinstance(token, int) for token in part) for part in prompt):
-            return [tuple(part) for part in prompt]
+            return [tuple(part) for part in prompt], False
     message = "Either prompt or prompt_embeds must be provided and non-empty. (parameter=prompt)"
     raise ApiError(400, message, param="prompt")
 
@@ -221,6 +262,7 @@ def _checked(
     limit_name: str,
     choices: int = 1,
     default_tokens: int | None = None,
+    join: Join = "same",
 ) -> GenerationRequest:
     """Runs the checks that all endpoints share, in vLLM's order."""
     wanted = _integer(body, limit_name)
@@ -253,6 +295,8 @@ def _checked(
         ignore_eos=body.get("ignore_eos") is True,
         min_tokens=_integer(body, "min_tokens") or 0,
         cache_salt=body.get("cache_salt"),
+        return_token_ids=body.get("return_token_ids") is True,
+        join=join,
         body=body,
     )
 

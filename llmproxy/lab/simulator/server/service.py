@@ -17,12 +17,13 @@ from llmproxy.lab.simulator.engine.kv_store import KvStore
 from llmproxy.lab.simulator.engine.kv_transfer import KvTransfer
 from llmproxy.lab.simulator.engine.profiles import Noise, profile_named
 from llmproxy.lab.simulator.engine.sequence import EngineRequest
+from llmproxy.lab.simulator.server.answer_text import AnswerText, Join, Numbered, Words
 from llmproxy.lab.simulator.server.faults import FaultKind, FaultSwitch
 from llmproxy.lab.simulator.server.metrics import ReplicaMetrics, unix_now_s
 from llmproxy.lab.simulator.server.nixl import NixlConnector
 from llmproxy.lab.simulator.server.pacer import GenerationJob, Pacer
 from llmproxy.lab.simulator.server.requests import ApiError, Body, GenerationRequest, Limits, items, resolve
-from llmproxy.lab.simulator.server.text import seed_of, tokens_of, words
+from llmproxy.lab.simulator.server.text import seed_of
 
 BLOCK_SIZE = 16
 _DEFAULT_MODEL_LEN = 32_768
@@ -39,6 +40,9 @@ class ReplicaOptions:
     - `max_queued_requests`: Limit of requests in flight. Further requests get 503.
     - `reply_tokens`: (Least, most) tokens after which an answer ends by itself, unless the request sets `ignore_eos`.
     - `sse_keep_alive_s`: Pause in a stream after which an SSE comment is sent.
+    - `text`: Pseudo-words, or `numbered` tokens. A prompt with the first part of a numbered answer gets the rest.
+    - `join`: Whether a numbered answer that goes on from its text is the `same`, is `split` into other tokens, or
+      `repeat`s the last token. An answer that goes on from token ids is always the same.
     - `ragged_deltas`: Whether some tokens come with an empty delta or merged into the next delta.
     - `noise`: Random step times, from `seed`.
     - `requests_kept`: Number of requests that are remembered for tests.
@@ -67,6 +71,8 @@ class ReplicaOptions:
     prompt_tokens_details: bool = True
     request_id_headers: bool = False
     sse_keep_alive_s: float | None = None
+    text: Literal["words", "numbered"] = "words"
+    join: Join = "same"
     ragged_deltas: bool = False
     requests_kept: int = 1000
     shutdown: Literal["now", "hang"] = "now"
@@ -85,6 +91,8 @@ class ReplicaOptions:
             raise ValueError(f"reply_tokens must be (least, most) with 1 <= least <= most, got {self.reply_tokens}")
         if self.model in self.adapters or len(set(self.adapters)) < len(self.adapters):
             raise ValueError(f"the model and its adapters need different names, got {(self.model, *self.adapters)}")
+        if self.join != "same" and self.text != "numbered":
+            raise ValueError(f"join {self.join} needs numbered text")
         if not self.kv_lease_s > 0 or not self.kv_gb_per_s > 0:
             raise ValueError(f"kv_lease_s and kv_gb_per_s must be above 0, got {self.kv_lease_s}, {self.kv_gb_per_s}")
         if (self.kv_transfer == "store") != (self.kv_store is not None):
@@ -148,7 +156,9 @@ class Service:
 
     @property
     def limits(self) -> Limits:
-        return Limits(self.options.model, frozenset(self.models) - {self.options.model}, self.max_model_len)
+        return Limits(
+            self.options.model, frozenset(self.models) - {self.options.model}, self.max_model_len, self.options.join
+        )
 
     @property
     def frontend_s(self) -> float:
@@ -201,22 +211,27 @@ class Service:
         """Returns the sequences of a request, one per prompt and choice, in order of their index."""
         sequences: list[EngineRequest] = []
         reasons: list[str] = []
+        answers: list[AnswerText] = []
         params = generation.kv_transfer_params if self.nixl is not None else {}
         remote = bool(params.get("do_remote_prefill"))
         pins = not remote and bool(params.get("do_remote_decode"))
         alone = len(generation.prompts) * generation.choices == 1
         for tokens in generation.prompts:
             for choice in range(generation.choices):
-                seed = seed_of(tokens, generation.model, choice)
-                output_tokens, reason = self._length(generation, seed)
-                answer = tokens_of(words(seed, 0, output_tokens))
-                hashes = block_hashes((*tokens, *answer), BLOCK_SIZE, generation.adapter, generation.cache_salt)
+                answer = self._answer(generation, tokens, choice)
+                output_tokens, reason = self._length(generation, answer)
+                if reason == "stop":
+                    answer.ends_at = output_tokens - 1
+                hashes = block_hashes(
+                    (*tokens, *answer.tokens(0, output_tokens)), BLOCK_SIZE, generation.adapter, generation.cache_salt
+                )
                 name = request_id if alone else f"{len(sequences)}_{request_id}"
                 sequences.append(
                     EngineRequest(name, len(tokens), output_tokens, hashes, generation.adapter, pins, remote)
                 )
                 reasons.append(reason)
-        return GenerationJob(sequences, reasons, generation.stream, arrived_s, params)
+                answers.append(answer)
+        return GenerationJob(sequences, reasons, generation.stream, arrived_s, params, answers=answers)
 
     def submit(self, job: GenerationJob) -> None:
         if self.nixl is not None:
@@ -246,10 +261,15 @@ class Service:
             message = f"Response with id '{response_id}' not found."
             raise ApiError(404, message, "invalid_request_error", "response_id") from None
 
-    def _length(self, generation: GenerationRequest, seed: int) -> tuple[int, str]:
+    def _answer(self, generation: GenerationRequest, prompt: tuple[int, ...], choice: int) -> AnswerText:
+        if self.options.text == "numbered":
+            return Numbered(prompt, generation.model, choice, generation.join)
+        return Words(seed_of(prompt, generation.model, choice))
+
+    def _length(self, generation: GenerationRequest, answer: AnswerText) -> tuple[int, str]:
         """Returns the number of output tokens, and the reason of the end."""
         least, most = self.options.reply_tokens
-        natural = max(least + seed % (most - least + 1), generation.min_tokens)
+        natural = max(least + answer.seed % (most - least + 1) - answer.done, generation.min_tokens, 1)
         if generation.ignore_eos or natural >= generation.max_tokens:
             return generation.max_tokens, "length"
         return natural, "stop"

@@ -1,8 +1,9 @@
 """A tokenizer without a vocabulary, and the pseudo-words of simulated answers.
 
 A token is four bytes of UTF-8, and its id is their number. Real tokenizers reach about the same length on English. The
-encoding is cheap and reversible, and prompts with a common head share their first tokens. Each pseudo-word is one
-token, so an answer that returns in the next turn of a conversation is found in the prefix cache.
+encoding is cheap and reversible, and prompts with a common head share their first tokens. Each pseudo-word, and each
+token of numbered text, is one token, so an answer that returns in the next turn of a conversation is found in the
+prefix cache.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterable, Sequence
+
+from llmproxy.lab.simulator.server import numbered
 
 TOKEN_BYTES = 4
 WRONG_WORD = " BAD"
@@ -19,16 +22,35 @@ _VOWELS = "aeiou"
 
 
 def tokens_of(text: str) -> tuple[int, ...]:
-    """Returns the token ids of a text. The last token is padded with zero bytes."""
+    """Returns the token ids of a text."""
     data = text.encode("utf-8", "replace")
+    tokens: list[int] = []
+    rest = 0
+    for start, end, token in numbered.found_in(data):
+        tokens += packed(data[rest:start])
+        tokens.append(token)
+        rest = end
+    return (*tokens, *packed(data[rest:]))
+
+
+def packed(data: bytes) -> tuple[int, ...]:
+    """Returns tokens of four bytes each. The last token is padded with zero bytes."""
     data += bytes(-len(data) % TOKEN_BYTES)
     return struct.unpack(f">{len(data) // TOKEN_BYTES}I", data)
 
 
+def bytes_of(tokens: Iterable[int]) -> bytes:
+    """Returns the UTF-8 of tokens. It may begin and end within a character."""
+    data = b"".join(
+        numbered.bytes_of(token) if token >= numbered.FIRST_ID else token.to_bytes(TOKEN_BYTES, "big")
+        for token in (token & 0xFFFFFFFF for token in tokens)
+    )
+    return data.replace(b"\0", b"")
+
+
 def text_of(tokens: Iterable[int]) -> str:
-    """Returns the text of token ids. A character whose other part is missing becomes U+FFFD."""
-    data = b"".join((token & 0xFFFFFFFF).to_bytes(TOKEN_BYTES, "big") for token in tokens)
-    return data.replace(b"\0", b"").decode("utf-8", "replace")
+    """Returns the text of tokens. A character whose other part is missing becomes U+FFFD."""
+    return bytes_of(tokens).decode("utf-8", "replace")
 
 
 def seed_of(tokens: Sequence[int], name: str, index: int) -> int:

@@ -1,0 +1,128 @@
+"""The tokens and texts of answers, which follow from their prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+from llmproxy.lab.simulator.server import numbered
+from llmproxy.lab.simulator.server.text import (
+    WRONG_WORD,
+    bytes_of,
+    packed,
+    seed_of,
+    text_of,
+    tokens_of,
+    words,
+)
+
+Join = Literal["same", "split", "repeat"]
+EOS = 0
+"""The last token of a numbered answer that ends by itself. It has no text."""
+_CHARACTER_TOKENS = 4
+"""The most tokens that have bytes of the same character."""
+
+
+class AnswerText(Protocol):
+    """An answer. `done` counts its tokens that an earlier engine has written, so that the prompt contains them."""
+
+    seed: int
+    done: int = 0
+    ends_at: int | None = None
+    """Index of the token that ends the answer by itself, once it is known."""
+
+    def tokens(self, first: int, end: int) -> tuple[int, ...]: ...
+    def text(self, first: int, end: int) -> str: ...
+
+
+class Words(AnswerText):
+    """Pseudo-words."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def tokens(self, first: int, end: int) -> tuple[int, ...]:
+        return tokens_of(self.text(first, end))
+
+    def text(self, first: int, end: int) -> str:
+        return words(self.seed, first, end)
+
+
+class Wrong(Words):
+    """An answer that was computed from KV of another prompt."""
+
+    def text(self, first: int, end: int) -> str:
+        return WRONG_WORD * (end - first)
+
+
+class Numbered(AnswerText):
+    """A numbered answer. If the prompt ends with the first part of its own answer, the rest of it.
+
+    The part may end within a token. Then the other bytes of this token come first, as tokens of four bytes.
+    """
+
+    def __init__(self, prompt: Sequence[int], model: str, choice: int, join: Join = "same") -> None:
+        """Args:
+        join: Effect of a prompt that has the text of the first part, but other tokens. With `split`, the next token
+            becomes other tokens of the same text. With `repeat`, the last token, or its part, is written again.
+        """
+        self._prompt = prompt
+        self.seed = seed_of(prompt, model, choice)
+        number, part = 0, b""
+        for start in range(len(prompt) - 1, -1, -1):
+            if prompt[start] >= numbered.FIRST_ID and numbered.number_of(prompt[start]) == 0:
+                seed = seed_of(prompt[:start], model, choice)
+                if (found := _progress(seed % numbered.TAGS, bytes_of(prompt[start:]))) is not None:
+                    self.seed, (number, part) = seed, found
+                break
+        self._tag = self.seed % numbered.TAGS
+        rest = b""
+        if join == "repeat" and number:
+            number -= not part
+        elif part or (join == "split" and number):
+            rest = numbered.bytes_of(numbered.token_id(self._tag, number))[len(part) :]
+            number += 1
+        self._rest = packed(rest)
+        self.done = number - len(self._rest)
+
+    def tokens(self, first: int, end: int) -> tuple[int, ...]:
+        numbers = range(self.done + max(first, len(self._rest)), self.done + end)
+        tokens = (*self._rest[first:end], *(numbered.token_id(self._tag, number) for number in numbers))
+        return (*tokens[:-1], EOS) if self.ends_at is not None and first <= self.ends_at < end else tokens
+
+    def text(self, first: int, end: int) -> str:
+        """Returns the text that tokens `first` to `end`, exclusive, add to the answer.
+
+        As in vLLM, a token that ends within a character has no text, and the next token has the text of both. After a
+        prompt that ends within a character, the first text contains the whole prompt.
+        """
+        first, end = self._shown(first), self._shown(end)
+        if first == 0 < end and _ends_within_a_character(self._prompt[-_CHARACTER_TOKENS:]):
+            return text_of((*self._prompt, *self.tokens(0, end)))
+        return text_of(self.tokens(first, end))
+
+    def _shown(self, count: int) -> int:
+        """Returns how many tokens have been shown as text when `count` tokens exist."""
+        while count > 0:
+            latest = self.tokens(max(count - _CHARACTER_TOKENS, 0), count)
+            before = self._prompt[-_CHARACTER_TOKENS:] if count < _CHARACTER_TOKENS else ()
+            if not _ends_within_a_character((*before, *latest)):
+                break
+            count -= 1
+        return count
+
+
+def _progress(tag: int, data: bytes) -> tuple[int, bytes] | None:
+    """Returns how many tokens of an answer are in `data`, and its part of the next; None if it is another text."""
+    number = at = 0
+    while at < len(data):
+        token = numbered.bytes_of(numbered.token_id(tag, number))
+        if not data.startswith(token, at):
+            return (number, data[at:]) if token.startswith(data[at:]) else None
+        number += 1
+        at += len(token)
+    return number, b""
+
+
+def _ends_within_a_character(tokens: Sequence[int]) -> bool:
+    return text_of(tokens).endswith("\ufffd")
