@@ -124,6 +124,8 @@ class Request(Struct, frozen=True):
     stage: Stage = Stage.WHOLE
     prepared: bool = False  # See `RequestFacts`.
     avoid: str = ""  # A backend that refused the request as busy; another backend is preferred.
+    # The rest of a stream that broke. The prompt includes the answer so far, and earlier attempts were charged for it.
+    continued: bool = False
 
 
 class AdmissionKind(StrEnum):
@@ -134,6 +136,7 @@ class AdmissionKind(StrEnum):
     PREEMPTED = "preempted"
     PREFILLED = "prefilled"  # The prefill stage has ended, and the decode stage needs a backend.
     RESUMED = "resumed"  # A scheduler that is gone had admitted the request.
+    CONTINUED = "continued"  # The stream of the request broke, and another backend generates the rest.
     OWNER_LOOKUP = "seeking"  # Looks for the backend that stores its response; the excluded backends do not store it.
 
 

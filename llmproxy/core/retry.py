@@ -44,12 +44,13 @@ class Cause(Enum):
 
 
 class Again(Enum):
-    """How often a request may be retried while its client has received no byte."""
+    """How often a request may be retried. After the first byte to the client, only NO and REST apply."""
 
     NO = "no"
     ELSEWHERE = "elsewhere"  # Nothing was computed: up to the retry limit and the retry budget.
     ANYWHERE_ELSE = "anywhere_else"  # Only the backend is to blame: once on each other backend.
     ONCE = "once"  # The engine accepted the body: up to COMPUTED_MAX engines.
+    REST = "rest"  # The client has a part of the answer: another backend may generate the rest.
 
 
 class Meaning(Struct, frozen=True):
@@ -58,26 +59,32 @@ class Meaning(Struct, frozen=True):
     verdict: Verdict
     again: Again
     deadly: bool = False  # The request may have crashed the engine.
+    rest: bool = False  # `Again.REST` applies after the first byte.
 
 
 MEANINGS: Mapping[Cause, Meaning] = {
     Cause.LACK: Meaning(Verdict.LOCAL_FAILURE, Again.ELSEWHERE),
     Cause.NO_CONNECTION: Meaning(Verdict.CONNECT_FAILED, Again.ELSEWHERE),
-    Cause.BUSY: Meaning(Verdict.BUSY, Again.ELSEWHERE),
-    Cause.DRAINING: Meaning(Verdict.DRAINING, Again.ELSEWHERE),
+    Cause.BUSY: Meaning(Verdict.BUSY, Again.ELSEWHERE, rest=True),
+    Cause.DRAINING: Meaning(Verdict.DRAINING, Again.ELSEWHERE, rest=True),
     Cause.UNAUTHORIZED: Meaning(Verdict.UNAUTHORIZED, Again.ANYWHERE_ELSE),
     Cause.NOT_SERVED: Meaning(Verdict.NOT_SERVED, Again.ANYWHERE_ELSE),
     Cause.REJECTED: Meaning(Verdict.SERVED, Again.NO),
     Cause.NOT_TRANSFERRED: Meaning(Verdict.TRANSFER_FAILED, Again.ELSEWHERE),
-    Cause.BROKEN: Meaning(Verdict.FAILED, Again.ONCE, deadly=True),
-    Cause.GONE: Meaning(Verdict.LOST, Again.ONCE, deadly=True),
-    Cause.ENGINE_DEAD: Meaning(Verdict.ENGINE_DEAD, Again.ONCE, deadly=True),
-    Cause.ERROR: Meaning(Verdict.FAILED, Again.ONCE),
-    Cause.STALLED: Meaning(Verdict.FAILED, Again.NO),
+    Cause.BROKEN: Meaning(Verdict.FAILED, Again.ONCE, deadly=True, rest=True),
+    Cause.GONE: Meaning(Verdict.LOST, Again.ONCE, deadly=True, rest=True),
+    Cause.ENGINE_DEAD: Meaning(Verdict.ENGINE_DEAD, Again.ONCE, deadly=True, rest=True),
+    Cause.ERROR: Meaning(Verdict.FAILED, Again.ONCE, rest=True),
+    Cause.STALLED: Meaning(Verdict.FAILED, Again.NO, rest=True),
     Cause.LATE: Meaning(Verdict.TIMED_OUT, Again.ONCE),
     Cause.OVERRAN: Meaning(Verdict.TIMED_OUT, Again.NO),
 }
-"""After the client has received a byte, the verdict is the same, but nothing is retried."""
+"""The consequences of each cause.
+
+After the first byte to the client, the verdict is the same, and only the rest of the answer may come from another
+backend. It may not where a repetition would end the same way: the request itself was refused (REJECTED), or its answer
+takes longer than a time limit (OVERRAN). The remaining causes contradict an answer that has begun.
+"""
 
 _NOT_NOW = frozenset({408, 409, 425, 429, 503, 529})
 
@@ -102,7 +109,7 @@ class RetryBudget:
     """Limits retries to a share of requests, so that retries do not overload a failing fleet.
 
     A retry is not counted if the failed attempt left no work in an engine: no byte was sent, or the process is gone or
-    hangs.
+    hangs. The rest of a stream always counts, because its prompt is extra work for the other backends.
     """
 
     def __init__(self, ratio: float) -> None:
@@ -114,7 +121,14 @@ class RetryBudget:
         """Counts a new request, which adds `ratio` retries to the budget."""
         self._bucket.take(-self.ratio, 0.0)
 
-    def take(self, verdict: Verdict) -> bool:
-        """Returns whether an attempt that ended with `verdict` may be retried; if so, counts the retry."""
-        costs_nothing = verdict in (Verdict.CONNECT_FAILED, Verdict.LOST, Verdict.LOCAL_FAILURE)
+    def take(self, verdict: Verdict, *, rest: bool = False) -> bool:
+        """Returns whether an attempt that ended with `verdict` may be retried; if so, counts the retry.
+
+        `rest`: the retry generates the rest of a stream that broke.
+        """
+        costs_nothing = not rest and verdict in (Verdict.CONNECT_FAILED, Verdict.LOST, Verdict.LOCAL_FAILURE)
         return costs_nothing or self._bucket.try_take(1.0, 0.0)
+
+    def give_back(self) -> None:
+        """Adds the cost of a retry that was counted and not made."""
+        self._bucket.take(-1.0, 0.0)

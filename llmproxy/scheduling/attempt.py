@@ -41,7 +41,7 @@ class AttemptState(IntEnum):
     CONNECTING = 0
     HEAD = 1  # The backend has sent the head of an answer.
     HELD = 2  # Bytes of the body are held back: the first event of a stream, an error, or the result of a prefill.
-    STREAMING = 3  # The client gets the answer. No other attempt can be made.
+    STREAMING = 3  # The client gets the answer. Another attempt can only generate the rest.
     DELIVERING = 4  # The whole answer is written, and the client still has to read the rest.
     DONE = 5
     FAILED = 6
@@ -86,7 +86,7 @@ class Attempt(Struct, kw_only=True, omit_defaults=True):
 
     outcome: Outcome = Outcome.INTERNAL
     verdict: Verdict = Verdict.CLIENT_GONE
-    # Whether another backend may be tried; NO once the client has received a byte.
+    # Whether another backend may be tried; NO or REST once the client has received a byte.
     again: Again = Again.NO
     # Whether the request may have crashed the engine.
     deadly: bool = False
@@ -148,11 +148,13 @@ class Attempt(Struct, kw_only=True, omit_defaults=True):
             self.committed = True
 
     def fail(self, outcome: Outcome, cause: Cause, message: str) -> None:
-        """Record a failure. `cause` decides the verdict and whether the request may be retried."""
+        """Record a failure. `cause` decides the verdict and whether the request or its rest may be retried."""
         meaning = MEANINGS[cause]
         self.enter(AttemptState.FAILED)
         self.outcome, self.verdict, self.message = outcome, meaning.verdict, message
-        self.again = Again.NO if self.committed else meaning.again
+        self.again = meaning.again
+        if self.committed:
+            self.again = Again.REST if meaning.rest else Again.NO
         self.deadly = meaning.deadly
 
     def complete(self) -> None:

@@ -1,4 +1,5 @@
 """The attempt loop: wait for a backend, try it, and retry on another backend until the client has received a byte.
+After that, another backend may generate the rest of a stream that broke.
 
 The loop is independent of the transport: the gateway and the laboratory pass a function that carries out an attempt.
 """
@@ -10,7 +11,7 @@ from collections.abc import Awaitable, Callable
 
 from msgspec import Struct, structs
 
-from llmproxy.core.domain import AdmissionKind, Request, Stage, Verdict
+from llmproxy.core.domain import AdmissionKind, Outcome, Refused, Request, Stage, Verdict
 from llmproxy.core.retry import COMPUTED_MAX, RETRY_WAIT_MIN_S, Again, RetryBudget
 from llmproxy.scheduling.attempt import Attempt
 from llmproxy.scheduling.lease import Lease, Leasing
@@ -40,6 +41,10 @@ class Routing(Struct, kw_only=True, omit_defaults=True):
     queue_wait_s: float | None = None
     # The begin of a wait that goes on, or that ended without a lease.
     queued_s: float | None = None
+    # How the stream was continued on another backend after it broke. Set by the caller with the first byte of the rest.
+    continued: str | None = None
+    # Why a stream that broke was not continued, in words. Set by the caller too.
+    not_continued: str | None = None
 
 
 async def run_attempts(
@@ -49,13 +54,17 @@ async def run_attempts(
     dispatcher: Leasing,
     budget: RetryBudget,
     extra_attempts: int,
+    rest: Callable[[Attempt], Awaitable[Request | None]] | None = None,
 ) -> Attempt:
     """Try backends until an attempt succeeds or must not be retried. Returns the last attempt.
 
-    Cancellation gives the lease back.
+    The last attempt may have failed before its first byte although the client has the beginning of the answer from an
+    earlier attempt. Cancellation gives the lease back.
 
     Args:
         serve: Carries out an attempt on a lease. Sets its result, and the verdict and usage of the lease.
+        rest: Called after a stream broke, without a lease. Returns the request for the rest of the answer, with the
+            same id and `continued`; or None to give up, with the reason in `routing.not_continued`.
 
     Raises:
         Refused: The request was refused, or dropped while it waited, at the first or a further attempt.
@@ -73,7 +82,12 @@ async def run_attempts(
             # up.
             request = structs.replace(request, deadline_s=now + max(left_s, RETRY_WAIT_MIN_S))
         routing.queued_s = now
-        lease = await dispatcher.admit(request, excluded, entry)
+        try:
+            lease = await dispatcher.admit(request, excluded, entry)
+        except Refused as refused:
+            if request.continued:
+                routing.not_continued = refused.message
+            raise
         try:
             left_s = lease.grant.left_s
             routing.queue_wait_s = (routing.queue_wait_s or 0.0) + (lease.grant.at_s - now)
@@ -97,7 +111,28 @@ async def run_attempts(
         whole = lease.grant.request.stage is Stage.WHOLE
         routing.computed += result.deadly or (whole and result.again is Again.ONCE)
         staged = not whole and routing.failed_stages < FAILED_STAGES_MAX
-        if (result.again is Again.NO and not result.unsplit) or not dispatcher.granting:
+        if request.continued:
+            routing.not_continued = None if result.committed else result.message or None
+        if result.again is Again.NO and not result.unsplit:
+            if rest is not None and result.committed and result.outcome is not Outcome.COMPLETED:
+                routing.not_continued = "a repetition would end the same way"
+            return result
+        failures = routing.attempts - routing.preemptions - routing.failed_stages - misdirected
+        if result.again is Again.REST:
+            if rest is None:
+                return result
+            left = failures <= extra_attempts
+            routing.not_continued = _why_not_continued(request, result, routing, dispatcher, budget, left=left)
+            if routing.not_continued is not None:
+                return result
+            continuation = await rest(result)
+            if continuation is None:
+                budget.give_back()
+                return result
+            request, entry = continuation, AdmissionKind.CONTINUED
+            excluded |= {lease.backend}
+            continue
+        if not dispatcher.granting:
             return result
         if routing.computed >= COMPUTED_MAX:
             return result
@@ -110,10 +145,7 @@ async def run_attempts(
             routing.failed_stages += 1
             if result.unsplit or routing.failed_stages == FAILED_STAGES_MAX:
                 request = structs.replace(request, splittable=False)
-        elif (
-            routing.attempts - routing.preemptions - routing.failed_stages - misdirected <= extra_attempts
-            and budget.take(result.verdict)
-        ):
+        elif failures <= extra_attempts and budget.take(result.verdict):
             entry = AdmissionKind.RETRY
         else:
             return result
@@ -123,3 +155,22 @@ async def run_attempts(
             request = structs.replace(request, avoid=lease.backend)
         if result.verdict not in _STAYS and not result.unsplit and request.backend is None:
             excluded |= {lease.backend}
+
+
+def _why_not_continued(
+    request: Request, broken: Attempt, routing: Routing, dispatcher: Leasing, budget: RetryBudget, *, left: bool
+) -> str | None:
+    """Returns why the rest of a stream must not come from another backend, in words. Otherwise counts the retry, and
+    returns None.
+
+    `left`: whether the request has attempts left.
+    """
+    if not dispatcher.granting:
+        return "the proxy shuts down"
+    if request.backend is not None:
+        return f"only {request.backend} can serve it"
+    if routing.computed >= COMPUTED_MAX:
+        return f"{COMPUTED_MAX} engines ended while they computed it"
+    if not left:
+        return "its attempts are used up"
+    return None if budget.take(broken.verdict, rest=True) else "the retry budget is used up"

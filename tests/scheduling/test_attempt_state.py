@@ -59,3 +59,12 @@ def test_only_an_attempt_without_an_answer_is_retried(began: bool) -> None:
     attempt.fail(Outcome.CONNECT_FAILED, Cause.NO_CONNECTION, "no connection")
     assert (attempt.again is Again.NO) == began
     assert (attempt.state, attempt.committed) == (State.FAILED, began)
+
+
+@pytest.mark.parametrize("cause", Cause)
+def test_the_rest_of_an_answer_may_come_from_another_backend_unless_it_would_end_the_same_way(cause: Cause) -> None:
+    attempt = Attempt()
+    attempt.enter(State.STREAMING)
+    attempt.fail(Outcome.BROKEN_STREAM, cause, "broken")
+    goes_on = {Cause.BUSY, Cause.DRAINING, Cause.BROKEN, Cause.GONE, Cause.ENGINE_DEAD, Cause.ERROR, Cause.STALLED}
+    assert attempt.again is (Again.REST if cause in goes_on else Again.NO)

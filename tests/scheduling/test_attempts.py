@@ -6,11 +6,12 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from msgspec import structs
 
 from llmproxy.core.domain import AdmissionKind, Grant, GrantReason, Outcome, Placed, Refused, Request, Stage, Verdict
 from llmproxy.core.placement.staged import as_stage
 from llmproxy.core.retry import Cause, RetryBudget
-from llmproxy.scheduling.attempt import Attempt
+from llmproxy.scheduling.attempt import Attempt, AttemptState
 from llmproxy.scheduling.attempts import Routing, run_attempts
 from llmproxy.scheduling.lease import Lease
 from tests.core.make import request
@@ -26,9 +27,11 @@ class Granting:
     def __init__(self, *stages: Stage) -> None:
         self._stages = list(stages)
         self.excluded: frozenset[str] = frozenset()
+        self.asked: list[tuple[AdmissionKind, Request]] = []
 
-    async def admit(self, asked: Request, excluded: frozenset[str], _: AdmissionKind) -> Lease:
+    async def admit(self, asked: Request, excluded: frozenset[str], entry: AdmissionKind) -> Lease:
         self.excluded = excluded
+        self.asked.append((entry, asked))
         if not self._stages:
             raise Refused(Outcome.EXPIRED, "Too late.")
         granted = as_stage(asked, self._stages.pop(0))
@@ -109,3 +112,121 @@ async def test_two_stages_that_end_their_engines_are_the_last() -> None:
     dispatcher: Any = Granting(*[PREFILL] * 20)
     await run_attempts(asked, routing, attempt, dispatcher, RetryBudget(0.0), 2)
     assert routing.attempts == 2
+
+
+class Breaking:
+    """A request whose attempts fail by these (cause, whether after the first byte). The attempt after them succeeds."""
+
+    def __init__(self, *causes: tuple[Cause, bool], backend: str | None = None, budget: RetryBudget | None = None):
+        self.request = request(stream=True, backend=backend)
+        self.routing = Routing()
+        self.dispatcher: Any = Granting(*[WHOLE] * 20)
+        self.budget = RetryBudget(0.0) if budget is None else budget
+        self.broken: list[Attempt] = []
+        self._causes = list(causes)
+
+    async def _serve(self, _: Lease, attempt: Attempt) -> None:
+        cause, began = self._causes.pop(0) if self._causes else (None, True)
+        if began:
+            attempt.enter(AttemptState.STREAMING)
+        if cause is None:
+            attempt.complete()
+            attempt.enter(AttemptState.DONE)
+        else:
+            attempt.fail(Outcome.BROKEN_STREAM, cause, f"{cause.value}.")
+
+    async def _rest(self, broken: Attempt) -> Request | None:
+        self.broken.append(broken)
+        return structs.replace(self.request, prompt_tokens=11, continued=True)
+
+    async def run(self, extra_attempts: int = 2, rest: Any = None) -> Attempt:
+        return await run_attempts(
+            self.request, self.routing, self._serve, self.dispatcher, self.budget, extra_attempts, rest or self._rest
+        )
+
+
+BROKEN, STALLED = (Cause.BROKEN, True), (Cause.STALLED, True)
+
+
+async def test_the_rest_of_a_stream_is_a_request_for_another_backend() -> None:
+    one = Breaking(STALLED)
+    last = await one.run()
+    assert last.outcome is Outcome.COMPLETED
+    assert one.broken == [one.routing.tried[0]]
+    entries = [(entry, asked.continued, asked.prompt_tokens) for entry, asked in one.dispatcher.asked]
+    assert entries == [(AdmissionKind.NEW, False, 10), (AdmissionKind.CONTINUED, True, 11)]
+    assert one.dispatcher.excluded == {"b"}
+    assert one.routing.not_continued is None
+
+
+async def test_the_rest_is_retried_like_any_request() -> None:
+    one = Breaking(STALLED, (Cause.BUSY, False), (Cause.LATE, False))
+    assert (await one.run(3)).outcome is Outcome.COMPLETED
+    entries = [(entry, asked.continued) for entry, asked in one.dispatcher.asked]
+    assert entries[2:] == [(AdmissionKind.RETRY, True), (AdmissionKind.RETRY, True)]
+    assert one.routing.not_continued is None
+
+
+@pytest.mark.parametrize(
+    ("causes", "extra_attempts", "why"),
+    [
+        ([BROKEN, BROKEN], 9, "2 engines ended while they computed it"),
+        # An attempt that failed before the first byte counts too.
+        ([(Cause.BROKEN, False), BROKEN], 9, "2 engines ended while they computed it"),
+        ([STALLED] * 9, 2, "its attempts are used up"),
+        ([BROKEN], 0, "its attempts are used up"),
+        ([(Cause.OVERRAN, True)], 9, "a repetition would end the same way"),
+        ([STALLED, (Cause.REJECTED, False)], 9, "rejected."),
+    ],
+)
+async def test_why_a_stream_is_not_continued(causes: list[tuple[Cause, bool]], extra_attempts: int, why: str) -> None:
+    one = Breaking(*causes)
+    assert (await one.run(extra_attempts)).outcome is Outcome.BROKEN_STREAM
+    assert one.routing.not_continued == why
+
+
+async def test_each_continued_stream_costs_budget_even_if_its_backend_is_gone() -> None:
+    budget = RetryBudget(0.0)
+    while budget.take(Verdict.FAILED):
+        pass
+    budget.give_back()
+    one, two = (Breaking((Cause.GONE, True), budget=budget) for _ in range(2))
+    assert (await one.run()).outcome is Outcome.COMPLETED
+    assert (await two.run()).outcome is Outcome.BROKEN_STREAM
+    assert two.routing.not_continued == "the retry budget is used up"
+
+
+async def test_a_stream_that_cannot_be_continued_costs_no_budget() -> None:
+    budget = RetryBudget(0.0)
+    while budget.take(Verdict.FAILED):
+        pass
+    budget.give_back()
+    one = Breaking(STALLED, budget=budget)
+
+    async def rest(_: Attempt) -> None:
+        one.routing.not_continued = "guided decoding"
+
+    assert (await one.run(rest=rest)).outcome is Outcome.BROKEN_STREAM
+    assert one.routing.not_continued == "guided decoding"
+    assert (await Breaking(STALLED, budget=budget).run()).outcome is Outcome.COMPLETED
+
+
+async def test_a_proxy_that_shuts_down_continues_nothing() -> None:
+    one = Breaking(STALLED)
+    one.dispatcher.granting = False
+    assert (await one.run()).outcome is Outcome.BROKEN_STREAM
+    assert one.routing.not_continued == "the proxy shuts down"
+
+
+async def test_an_answer_that_only_one_backend_can_give_is_not_continued() -> None:
+    one = Breaking(STALLED, backend="b")
+    assert (await one.run()).outcome is Outcome.BROKEN_STREAM
+    assert one.routing.not_continued == "only b can serve it"
+
+
+async def test_the_refusal_of_the_rest_is_the_reason() -> None:
+    one = Breaking(STALLED)
+    one.dispatcher = Granting(WHOLE)
+    with pytest.raises(Refused):
+        await one.run()
+    assert one.routing.not_continued == "Too late."
