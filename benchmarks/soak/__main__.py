@@ -57,7 +57,7 @@ FAULTS: dict[str, tuple[Fault, float]] = {
     "ten times as slow": (broken("slow", factor=10), 10.0),
     "answers 500 while it drains, and is started again": (broken("draining_500", restarted=True), 3.0),
     "frozen, with /health 200": (broken("frozen"), 5.0),
-    "its streams begin with an error, and the rest is 500": (broken("stream_error_first"), 5.0),
+    "its streams begin with an error, and the rest is 500": (broken("stream_error"), 5.0),
     "an invalid configuration": (misconfigured, 5.0),
     "its engine is dead, and is started again": (broken("engine_dead", restarted=True), 3.0),
     "all are stopped at once, and go on": (stopped(every=True), 3.0),

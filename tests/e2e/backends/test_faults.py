@@ -92,7 +92,7 @@ async def test_an_error_as_the_first_event_is_sent_whole_or_not() -> None:
         assert (answer.status, b"is not passed on" in answer.body) == (502, True)
 
 
-@pytest.mark.parametrize(("fault", "attempts"), [("busy_503", "3"), ("stream_error_first", "2")])
+@pytest.mark.parametrize(("fault", "attempts"), [("busy_503", "3"), ("stream_error", "2")])
 async def test_there_are_two_extra_attempts_at_most_and_one_where_engines_compute(fault: str, attempts: str) -> None:
     async with serving(FAST, FAST, FAST, FAST) as proxy:
         for replica in proxy.replicas:

@@ -12,6 +12,7 @@ import pytest
 
 from llmproxy.lab.simulator.replica import Replica, ReplicaOptions
 from llmproxy.lab.simulator.server.answer_text import EOS
+from llmproxy.lab.simulator.server.text import text_of
 from tests.lab.simulator.conftest import CHAT_PATH, FAST, chunks_of, post
 from tests.lab.simulator.test_replica import keys
 from tests.numbered import fault_in
@@ -22,7 +23,7 @@ ASKED = {"role": "user", "content": "Count, please: é"}
 LENGTH = 45
 LIMIT = {"max_tokens": LENGTH, "ignore_eos": True, "return_token_ids": True}
 CONTINUES = {"continue_final_message": True, "add_generation_prompt": False}
-WAYS = ("chat", "responses", "text", "ids")
+WAYS = ("chat", "responses", "text", "ids", "chat_ids")
 
 
 @pytest.fixture
@@ -70,6 +71,9 @@ class Begun:
             return COMPLETION_PATH, {"prompt": self.prompt_ids + self.ids[:cut], **limit}
         if way == "text":
             return COMPLETION_PATH, {"prompt": ASKED["content"] + text, **limit}
+        if way == "chat_ids":
+            ids = {"prompt_token_ids": self.prompt_ids + self.ids[:cut]}
+            return CHAT_PATH, {"messages": [ASKED], "kv_transfer_params": ids, **limit}
         said: dict[str, Any] = {"role": "assistant", "content": text}
         if way == "chat":
             return CHAT_PATH, {"messages": [ASKED, said], **CONTINUES, **limit}
@@ -78,7 +82,7 @@ class Begun:
 
 
 async def begun(client: aiohttp.ClientSession, way: str) -> Begun:
-    path = CHAT_PATH if way in ("chat", "responses") else COMPLETION_PATH
+    path = CHAT_PATH if way in ("chat", "responses", "chat_ids") else COMPLETION_PATH
     asked = {"messages": [ASKED]} if path == CHAT_PATH else {"prompt": ASKED["content"]}
     return Begun(await streamed(client, path, asked | LIMIT))
 
@@ -120,8 +124,8 @@ async def test_text_that_was_held_back_is_written_again(client: aiohttp.ClientSe
     path, body = answer.rest(way, 7)
     assert answer.texts[6] == ""
     rest, _ = await answered(client, path, body)
-    if way == "ids":
-        assert rest == ASKED["content"] + answer.text
+    if way in ("ids", "chat_ids"):
+        assert rest == text_of(answer.prompt_ids) + answer.text
     else:
         # The rest is one token short, because the limit counts the token that was lost.
         assert answer.text.startswith("".join(answer.texts[:7]) + rest)
@@ -137,7 +141,7 @@ async def test_a_join_differs_only_where_text_is_given(client: aiohttp.ClientSes
     same, _ = await answered(client, path, body)
     async with Replica(replace(NUMBERED, join=join)) as second, aiohttp.ClientSession(second.url) as other:
         rest, continued = await answered(other, path, body)
-    if way == "ids":
+    if way in ("ids", "chat_ids"):
         assert rest == same
         return
     # The last token of the text has become other tokens, too.
@@ -231,6 +235,22 @@ async def test_an_answer_is_not_both_continued_and_begun(
     status, answer = await post(client, CHAT_PATH, body)
     assert (status, answer["error"]["type"], answer["error"]["param"]) == (400, "BadRequestError", None)
     assert message in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("ids", [[], "5", [5, -1], [5, True], [5, "6"]])
+async def test_token_ids_of_a_conversation_are_checked(client: aiohttp.ClientSession, ids: Any) -> None:
+    body = {"messages": [ASKED], "kv_transfer_params": {"prompt_token_ids": ids}}
+    status, answer = await post(client, CHAT_PATH, body)
+    assert (status, answer["error"]["param"]) == (400, "kv_transfer_params.prompt_token_ids")
+
+
+async def test_token_ids_do_not_replace_images(client: aiohttp.ClientSession) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    body = {"messages": [{"role": "user", "content": [image]}], "max_tokens": 1, "return_token_ids": True}
+    _, without = await answered(client, CHAT_PATH, body)
+    _, ignored = await answered(client, CHAT_PATH, body | {"kv_transfer_params": {"prompt_token_ids": [5, 6]}})
+    assert ignored["prompt_token_ids"] == without["prompt_token_ids"]
+    assert len(without["prompt_token_ids"]) > 2
 
 
 async def test_messages_begin_a_new_answer_after_one_of_the_assistant(client: aiohttp.ClientSession) -> None:

@@ -148,7 +148,7 @@ async def test_hang_refuses_connections_and_never_ends_streams(client: aiohttp.C
 
 
 async def test_an_error_as_the_first_event_of_a_stream(replica: Replica, client: aiohttp.ClientSession) -> None:
-    replica.faults.set("stream_error_first", times=2)
+    replica.faults.set("stream_error", times=2)
     async with client.post(CHAT_PATH, json=STREAM) as answer:
         assert answer.status == 200
         assert await chunks_of(answer) == [ENGINE_ERROR, b"data: [DONE]\n\n"]

@@ -16,7 +16,7 @@ from aiohttp import web
 from llmproxy.lab.simulator.http.answer_events import ResponsesAnswer
 from llmproxy.lab.simulator.http.answers import KEEP_ALIVE, AnswerUsage, AnswerWriter, Choice, Head
 from llmproxy.lab.simulator.server.answer_text import AnswerText, Wrong
-from llmproxy.lab.simulator.server.faults import FaultKind
+from llmproxy.lab.simulator.server.faults import FaultKind, LaterFault
 from llmproxy.lab.simulator.server.metrics import unix_now_s
 from llmproxy.lab.simulator.server.nixl import KvLoadError
 from llmproxy.lab.simulator.server.pacer import GenerationJob
@@ -101,6 +101,7 @@ class _Exchange:
     deadly: bool = False
     sent: list[_Sent] = field(init=False)
     opened: bool = False
+    later: LaterFault | None = None
     # Bytes of the body until a connection reset; None without one.
     bytes_to_reset: int | None = None
 
@@ -109,7 +110,7 @@ class _Exchange:
 
     async def whole(self) -> web.StreamResponse:
         """Sends the whole answer at its end."""
-        if self.service.faults.hits(FaultKind.STREAM_ERROR_FIRST):
+        if self.service.faults.hits(FaultKind.STREAM_ERROR):
             raise engine_dead()
         self._submit()
         while not self.job.ended:
@@ -130,14 +131,24 @@ class _Exchange:
         """Sends the head at acceptance, then events for tokens. An error becomes an event."""
         response = web.StreamResponse(headers=headers_of(self.service, self.request, STREAM_TYPE))
         await self._prepare(response)
-        if self.service.faults.hits(FaultKind.STREAM_ERROR_FIRST):
+        if self.service.faults.hits(FaultKind.STREAM_ERROR):
             await self._events(response, self.answer.broken(engine_dead()))
             return response
+        self.later = self.service.faults.hit_later()
         self._submit()
         await self._events(response, self.answer.prologue())
         while not self.job.ended:
             await self._wait_for_tokens(response)
             await self._events(response, self._fresh_events())
+            if self.later is not None and min(sent.tokens for sent in self.sent) == self.later.after_tokens:
+                if self.later.kind is FaultKind.STREAM_ERROR:
+                    await self._events(response, self.answer.broken(engine_dead()))
+                    return response
+                if self.later.kind is FaultKind.SILENT:
+                    await _until_cancelled()
+                await self._reset_after(self.later.after_bytes)
+                self.later = None
+                await self._events(response, self._fresh_events())
         if self.job.error is not None:
             if isinstance(self.job.error, KvLoadError):
                 await self._events(response, self._opening())
@@ -169,11 +180,12 @@ class _Exchange:
         """Returns events for the new tokens. Several tokens of a choice become one delta, as in vLLM."""
         events: list[bytes] = []
         for index, (sent, progress) in enumerate(zip(self.sent, self.job.progress, strict=True)):
-            if progress.tokens == sent.tokens:
+            tokens = self._tokens(index)
+            if tokens == sent.tokens:
                 continue
             events += self._opening()
-            sent.tokens = progress.tokens
-            reason = self.job.reasons[index] if progress.finished else None
+            sent.tokens = tokens
+            reason = self.job.reasons[index] if progress.finished and tokens == progress.tokens else None
             answer = self._text(index)
             turn = (answer.seed + sent.tokens) % 8 if self.service.options.ragged_deltas and reason is None else -1
             if turn == 0:
@@ -186,6 +198,11 @@ class _Exchange:
             events += self.answer.delta(index, part, self._usage())
         return events
 
+    def _tokens(self, index: int) -> int:
+        """Returns how many tokens of a choice exist. A fault may keep back the latest."""
+        tokens = self.job.progress[index].tokens
+        return tokens if self.later is None else min(tokens, self.later.after_tokens)
+
     def _text(self, index: int) -> AnswerText:
         answer = self.job.answers[index]
         return Wrong(answer.seed) if self.job.progress[index].wrong else answer
@@ -194,7 +211,7 @@ class _Exchange:
         """Returns the token ids of a choice from token `first` on, if they are requested."""
         if not self.generation.return_token_ids:
             return None
-        return self._text(index).tokens(first, self.job.progress[index].tokens)
+        return self._text(index).tokens(first, self._tokens(index))
 
     def _opening(self) -> list[bytes]:
         """Returns the opening events, once."""
@@ -205,7 +222,7 @@ class _Exchange:
 
     def _choices(self) -> list[Choice]:
         return [
-            Choice(self._text(index).text(0, self.job.progress[index].tokens), self._ids(index, 0), reason)
+            Choice(self._text(index).text(0, self._tokens(index)), self._ids(index, 0), reason)
             for index, reason in enumerate(self.job.reasons)
         ]
 
@@ -213,7 +230,7 @@ class _Exchange:
         firsts = self.job.progress[:: self.generation.choices]
         cached_tokens = sum(progress.cached_tokens for progress in firsts)
         full_tokens = sum(len(prompt) // BLOCK_SIZE * BLOCK_SIZE for prompt in self.generation.prompts)
-        output_tokens = sum(progress.tokens for progress in self.job.progress)
+        output_tokens = sum(map(self._tokens, range(len(self.job.progress))))
         created_tokens = max(full_tokens - cached_tokens, 0)
         return AnswerUsage(self.generation.prompt_tokens, output_tokens, cached_tokens, created_tokens)
 
@@ -226,9 +243,7 @@ class _Exchange:
     async def _prepare(self, response: web.StreamResponse) -> None:
         await response.prepare(self.request)
         if self.service.faults.hits(FaultKind.RESET):
-            self.bytes_to_reset = self.service.faults.after_bytes
-            if self.bytes_to_reset == 0:
-                await self._reset()
+            await self._reset_after(self.service.faults.after_bytes)
 
     async def _events(self, response: web.StreamResponse, events: list[bytes]) -> None:
         for event in events:
@@ -243,6 +258,11 @@ class _Exchange:
         except ConnectionResetError:
             await _until_cancelled()
         if self.bytes_to_reset == 0:
+            await self._reset()
+
+    async def _reset_after(self, body_bytes: int) -> None:
+        self.bytes_to_reset = body_bytes
+        if body_bytes == 0:
             await self._reset()
 
     async def _reset(self) -> None:

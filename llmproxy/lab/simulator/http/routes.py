@@ -245,6 +245,7 @@ class Routes:
                 self._service.faults.set,
                 kind,
                 after_bytes=fields.get("after_bytes") or 0,
+                after_tokens=fields.get("after_tokens") or 0,
                 factor=factor,
                 share=share,
                 word=word,

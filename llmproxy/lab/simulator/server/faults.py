@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
 
 
@@ -16,7 +17,7 @@ class FaultKind(StrEnum):
     """New generation gets 500, running requests go on, `/health` is 200: vLLM with a shutdown timeout."""
     HANG = "hang"
     """The port refuses, open requests get no byte and no end: vLLM after a default SIGTERM."""
-    STREAM_ERROR_FIRST = "stream_error_first"
+    STREAM_ERROR = "stream_error"
     """A stream is accepted with 200, and its first event is an error; other requests get 500."""
     ENGINE_DEAD = "engine_dead"
     """Open streams end with an error event, everything else gets 500."""
@@ -45,6 +46,17 @@ class FaultKind(StrEnum):
 DYING_S = 0.05
 """Time after which vLLM's API server notices that its engine is dead, and ends."""
 PORT_CLOSING = frozenset({FaultKind.HANG, FaultKind.REFUSE})
+IN_STREAMS = frozenset({FaultKind.RESET, FaultKind.SILENT, FaultKind.STREAM_ERROR})
+"""Faults that `after_tokens` postpones: they hit streams only, after so many tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaterFault:
+    """A fault that hits a stream after `after_tokens` tokens of each choice. See `FaultSwitch.set`."""
+
+    kind: FaultKind
+    after_tokens: int
+    after_bytes: int
 
 
 class FaultSwitch:
@@ -53,6 +65,7 @@ class FaultSwitch:
     def __init__(self, changed: Callable[[FaultKind | None], None]) -> None:
         self.kind: FaultKind | None = None
         self.after_bytes = 0
+        self.after_tokens = 0
         self.factor = 1.0
         self._share = self._owed = 0.0
         self._word = b""
@@ -65,6 +78,7 @@ class FaultSwitch:
         kind: FaultKind | str,
         *,
         after_bytes: int = 0,
+        after_tokens: int = 0,
         factor: float = 10.0,
         share: float = 1.0,
         word: str = "POISON",
@@ -72,8 +86,9 @@ class FaultSwitch:
     ) -> None:
         """Starts a fault. With `times`, the fault hits only so many generation requests, and then ends.
 
-        Faults that hit all requests at once ignore `times`. Raises ValueError for an unknown kind, a factor that is not
-        above 0, a share that is not within 0..1, or an empty word.
+        Faults that hit all requests at once ignore `times`. With `after_tokens`, the faults of `IN_STREAMS` hit a
+        stream after the events of so many tokens, and then `after_bytes` counts from there. Raises ValueError for an
+        unknown kind, a factor that is not above 0, a share that is not within 0..1, or an empty word.
         """
         if self.kind in PORT_CLOSING:
             raise RuntimeError(f"the fault {self.kind} has closed the port; restart the replica first")
@@ -83,6 +98,7 @@ class FaultSwitch:
             raise ValueError(f"share must be within 0..1 and word not empty, got {share} and {word!r}")
         self.kind = FaultKind(kind)
         self.after_bytes = after_bytes
+        self.after_tokens = after_tokens
         self.factor = factor
         self._share, self._owed, self._word = share, 0.0, word.encode()
         self._times = times
@@ -97,18 +113,23 @@ class FaultSwitch:
 
     def hits(self, kind: FaultKind) -> bool:
         """Returns whether the fault `kind` hits this request. A hit counts against the fault's `times`."""
-        if self.kind is not kind:
+        if self.kind is not kind or (self.after_tokens and kind in IN_STREAMS):
             return False
         if kind is FaultKind.ERROR_RATE:
             self._owed += self._share
             if self._owed < 1.0:
                 return False
             self._owed -= 1.0
-        if self._times is not None:
-            self._times -= 1
-            if self._times <= 0:
-                self.clear()
+        self._count()
         return True
+
+    def hit_later(self) -> LaterFault | None:
+        """Returns the fault that will hit this stream, if any. It counts against the fault's `times` at once."""
+        if self.kind is None or self.kind not in IN_STREAMS or not self.after_tokens:
+            return None
+        later = LaterFault(self.kind, self.after_tokens, self.after_bytes)
+        self._count()
+        return later
 
     def hit_by(self, body: bytes) -> bool:
         """Returns whether the engine dies of a request with this body."""
@@ -119,6 +140,12 @@ class FaultSwitch:
         if self.kind is not FaultKind.ENGINE_DEAD and self.kind not in PORT_CLOSING:
             self.set(FaultKind.ENGINE_DEAD)
             self._dying = asyncio.get_running_loop().call_later(DYING_S, self.set, FaultKind.REFUSE)
+
+    def _count(self) -> None:
+        if self._times is not None:
+            self._times -= 1
+            if self._times <= 0:
+                self.clear()
 
     def close(self) -> None:
         """Ignores later changes of the fault, because the replica has ended."""

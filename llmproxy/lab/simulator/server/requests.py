@@ -118,8 +118,8 @@ def chat_request(body: Body, limits: Limits) -> GenerationRequest:
     if continues and body.get("add_generation_prompt") is None:
         # The default of `add_generation_prompt` is true, which the chat template refuses.
         raise ApiError(400, _NOT_COMPATIBLE)
-    prompts = [_joined(chat_tokens(messages, continues), limits)]
-    return _checked(body, limits, prompts, limit, max(_integer(body, "n") or 1, 1), join=limits.join)
+    prompts, join = _conversation(body, messages, limits, continues)
+    return _checked(body, limits, prompts, limit, max(_integer(body, "n") or 1, 1), join=join)
 
 
 def completion_request(body: Body, limits: Limits) -> GenerationRequest:
@@ -146,8 +146,8 @@ def responses_request(body: Body, limits: Limits) -> GenerationRequest:
     # As in vLLM, an assistant's message that is not complete is continued.
     last = messages[-1] if messages else None
     continues = isinstance(last, dict) and last.get("status") in ("in_progress", "incomplete")
-    prompts = [_joined(chat_tokens(messages, continues), limits)]
-    return _checked(body, limits, prompts, "max_output_tokens", join=limits.join)
+    prompts, join = _conversation(body, messages, limits, continues)
+    return _checked(body, limits, prompts, "max_output_tokens", join=join)
 
 
 def items(given: str | list[Any]) -> list[Any]:
@@ -164,7 +164,8 @@ def messages_request(body: Body, limits: Limits, counting: bool = False) -> Gene
         raise invalid("missing", "body.max_tokens", "Field required", _shown(body))
     if body.get("system") is not None:
         messages = [{"role": "system", "content": body["system"]}, *messages]
-    return _checked(body, limits, [chat_tokens(messages)], "max_tokens")
+    prompts, join = _conversation(body, messages, limits)
+    return _checked(body, limits, prompts, "max_tokens", join=join)
 
 
 def resolve(body: Body, limits: Limits) -> tuple[str, str | None]:
@@ -197,6 +198,26 @@ def chat_tokens(messages: Sequence[Any], continues: bool = False) -> tuple[int, 
     if not continues:
         tokens += tokens_of("<|assistant|>")
     return tuple(tokens)
+
+
+def _conversation(
+    body: Body, messages: Sequence[Any], limits: Limits, continues: bool = False
+) -> tuple[list[tuple[int, ...]], Join]:
+    """Returns the prompt of a conversation, and its join.
+
+    As in vLLM, token ids in `kv_transfer_params` replace the messages, unless these have parts that are no text.
+    """
+    prompt = chat_tokens(messages, continues)
+    params = body.get("kv_transfer_params")
+    ids = params.get("prompt_token_ids") if isinstance(params, dict) else None
+    parts = [part for message in messages if isinstance(content := message.get("content"), list) for part in content]
+    if ids is None or any(isinstance(part, dict) and part.get("text") is None for part in parts):
+        return [_joined(prompt, limits)], limits.join
+    if not isinstance(ids, list) or not ids or not all(type(token) is int and token >= 0 for token in ids):
+        name = "kv_transfer_params.prompt_token_ids"
+        message = "`kv_transfer_params['prompt_token_ids']` must be a non-empty list of non-negative integers."
+        raise ApiError(400, f"{message} (parameter={name})", param=name)
+    return [tuple(ids)], "same"
 
 
 def _joined(prompt: tuple[int, ...], limits: Limits) -> tuple[int, ...]:

@@ -1,0 +1,86 @@
+"""Faults that hit a stream after a certain token: an error event, silence, and a reset at a certain byte."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import aiohttp
+import pytest
+
+from llmproxy.lab.simulator.replica import Replica
+from tests.lab.simulator.conftest import CHAT, CHAT_PATH, FAST, chunks_of, until
+from tests.lab.simulator.test_faults import ENGINE_ERROR
+
+STREAM = CHAT | {"stream": True, "max_tokens": 12, "ignore_eos": True}
+NAMED = {"x-request-id": "mine"}
+DONE = b"data: [DONE]\n\n"
+
+
+@pytest.fixture
+async def replica() -> AsyncIterator[Replica]:
+    async with Replica(replace(FAST, text="numbered")) as running:
+        yield running
+
+
+async def chunks(client: aiohttp.ClientSession, **fields: Any) -> list[bytes]:
+    async with client.post(CHAT_PATH, json=STREAM | fields, headers=NAMED) as answer:
+        return await chunks_of(answer)
+
+
+async def test_an_error_comes_after_a_certain_token(replica: Replica, client: aiohttp.ClientSession) -> None:
+    whole = await chunks(client)
+    replica.faults.set("stream_error", after_tokens=5, times=1)
+    async with client.post(CHAT_PATH, json=CHAT) as unharmed:
+        assert unharmed.status == 200
+    broken = await chunks(client)
+    assert [len(chunk) for chunk in broken[:6]] == [len(chunk) for chunk in whole[:6]]
+    assert broken[6:] == [ENGINE_ERROR, DONE]
+    assert len(await chunks(client)) == len(whole)
+    await until(lambda: not replica.engine.busy)
+
+
+async def test_a_stream_falls_silent_after_a_certain_token(replica: Replica, client: aiohttp.ClientSession) -> None:
+    begun = b"".join((await chunks(client))[:6])
+    replica.faults.set("silent", after_tokens=5, times=1)
+    async with client.post(CHAT_PATH, json=STREAM, headers=NAMED) as answer:
+        assert len(await answer.content.readexactly(len(begun))) == len(begun)
+        reading = asyncio.create_task(answer.content.readany())
+        await until(lambda: not replica.engine.busy)
+        assert len(await chunks(client)) > 12, "other streams go on"
+        assert not reading.done()
+        reading.cancel()
+
+
+async def test_a_reset_comes_at_a_certain_byte_behind_a_token(replica: Replica, client: aiohttp.ClientSession) -> None:
+    whole = await chunks(client)
+    first, event = b"".join(whole[:8]), whole[8]
+    within_character = event.index("😀".encode()) + 2
+    for after_bytes in (0, 1, within_character, len(event)):
+        replica.faults.set("reset", after_tokens=7, after_bytes=after_bytes, times=1)
+        received = await until_reset(client)
+        assert len(received) == len(first) + after_bytes
+        assert received[len(first) :][-20:] == event[:after_bytes][-20:]
+    escape = whole[5].index(b'\\""}')
+    replica.faults.set("reset", after_tokens=4, after_bytes=escape + 1, times=1)
+    assert (await until_reset(client)).endswith(b"\\")
+
+
+async def until_reset(client: aiohttp.ClientSession) -> bytes:
+    """Returns the bytes of a stream before its connection was reset."""
+    received = b""
+    async with client.post(CHAT_PATH, json=STREAM, headers=NAMED) as answer:
+        try:
+            async for data in answer.content.iter_any():
+                received += data
+        except aiohttp.ClientError:
+            return received
+    raise AssertionError("the stream ended without a reset")
+
+
+async def test_a_stream_that_ends_before_is_not_hit(replica: Replica, client: aiohttp.ClientSession) -> None:
+    for kind in ("stream_error", "silent", "reset"):
+        replica.faults.set(kind, after_tokens=13, times=1)
+        assert (await chunks(client))[-1] == DONE
