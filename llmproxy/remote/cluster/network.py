@@ -7,7 +7,7 @@ import socket
 import ssl
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
+from typing import Protocol, cast
 
 import structlog
 
@@ -189,9 +189,12 @@ class PendingConnections:
     def accepted(self, transport: asyncio.Transport) -> None:
         """Adds a new connection, and closes others to stay within the limits."""
         loop, peer = asyncio.get_running_loop(), _peer(transport)
-        for gone in [peer for peer, one in self._open.items() if one.is_closing()]:
+        for gone in [other for other, one in self._open.items() if one.is_closing()]:
             self._forget(gone)
         if transport.is_closing():
+            return
+        if peer in self._open:
+            self._open[peer] = transport  # Under TLS, `identified` knows only the transport of its plaintext.
             return
         same_address = [other for other in self._pending if other[0] == peer[0]]
         if len(same_address) >= ADDRESS_MAX:
@@ -207,9 +210,13 @@ class PendingConnections:
         self._pending[peer] = loop.call_later(HELLO_S, self._end, peer, f"no member within {HELLO_S:g} s")
 
     def identified(self, transport: asyncio.BaseTransport) -> None:
-        """Keeps a connection open, because it belongs to a member."""
-        if (timer := self._pending.pop(_peer(transport), None)) is not None:
+        """Keeps a connection open, because it belongs to a member. A Hello that is sent at once may be read before
+        `accepted` is called for its connection.
+        """
+        peer = _peer(transport)
+        if (timer := self._pending.pop(peer, None)) is not None:
             timer.cancel()
+        self._open.setdefault(peer, cast(asyncio.Transport, transport))
 
     def _forget(self, peer: Peer) -> asyncio.Transport:
         if (timer := self._pending.pop(peer, None)) is not None:

@@ -55,6 +55,23 @@ def test_connection_without_hello_in_time_is_cut() -> None:
     run(main())
 
 
+def test_member_whose_hello_is_read_before_its_connection_is_counted_stays() -> None:
+    async def main() -> None:
+        found = PendingConnections(100)
+        member = Pipe("a", 1)
+        found.identified(member)
+        found.accepted(member)
+        await asyncio.sleep(2 * HELLO_S)
+        assert member.open
+        member.abort()
+        stranger = Pipe("a", 1)
+        found.accepted(stranger)
+        await asyncio.sleep(2 * HELLO_S)
+        assert not stranger.open, "another connection from the same port is unknown"
+
+    run(main())
+
+
 def test_the_oldest_of_an_address_makes_room_for_the_newest_and_no_other_one() -> None:
     async def main() -> None:
         found = PendingConnections(1_000)
@@ -189,6 +206,29 @@ async def test_connection_that_only_pings_is_cut_and_a_member_stays(plain_networ
                 await ping()
         one.close()
         assert not end.ended
+
+
+async def test_member_that_says_hello_with_its_connection_stays(plain_network: TcpNetwork) -> None:
+    """A busy leader reads the first bytes of a connection before it counts the connection."""
+
+    class Identified(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            self.transport = transport
+
+        def data_received(self, data: bytes) -> None:
+            del data
+            plain_network.identified(self.transport)
+
+    address = await plain_network.listen(Identified)
+    try:
+        ones = _open(address, ADDRESS_MAX // 2, frame([Ping()]))
+        for one in ones:
+            one.settimeout(0.4)
+        assert not any(await asyncio.gather(*map(_ended, ones)))
+        for one in ones:
+            one.close()
+    finally:
+        plain_network.close()
 
 
 def test_hello_is_far_smaller_than_other_frames() -> None:
