@@ -17,7 +17,10 @@ from tests.e2e.processes import Served, served
 from tests.e2e.proxies import is_poll, samples, until
 
 MODEL = "sim-8b"
-OPTIONS = ReplicaOptions(model=MODEL, adapters=("lora-0",), profile="tiny", noise=False, reply_tokens=(8, 24))
+# Slow enough that a browser gets a stream in pieces: at full speed, it reads some answers in one.
+OPTIONS = ReplicaOptions(
+    model=MODEL, adapters=("lora-0",), profile="tiny", speed=0.05, noise=False, reply_tokens=(8, 24)
+)
 LATE_S = 10.0
 """How long after a client has ended its last request may take to be logged."""
 
