@@ -176,6 +176,51 @@ async def test_the_last_token_of_an_answer_that_ends_has_no_text() -> None:
     assert (last["text"], last["token_ids"], last["finish_reason"]) == ("", [EOS], "stop")
 
 
+@pytest.mark.parametrize(("stop", "included"), [(["nowhere", "12~"], False), ("12~", False), ("9~", True)])
+async def test_a_stop_string_ends_an_answer_whose_text_lags(
+    client: aiohttp.ClientSession, stop: Any, included: bool
+) -> None:
+    answer = await begun(client, "text")
+    body = {"prompt": ASKED["content"], **LIMIT, "stop": stop, "include_stop_str_in_output": included}
+    events = [event["choices"][0] for event in await streamed(client, COMPLETION_PATH, body)]
+    _, whole = await answered(client, COMPLETION_PATH, body)
+    assert "".join(event["text"] for event in events) == whole["choices"][0]["text"]
+    found = stop if isinstance(stop, str) else stop[-1]
+    before, _, _ = answer.text.partition(found)
+    assert whole["choices"][0]["text"] == before + found * included
+    tokens = int(found.removesuffix("~")) + 1
+    assert [event["token_ids"] for event in events] == [[token] for token in answer.ids[:tokens]]
+    assert (events[-1]["finish_reason"], events[-1]["stop_reason"]) == ("stop", found)
+    assert events[-2]["stop_reason"] is None
+    lag = 0 if included else len(max(stop, key=len) if isinstance(stop, list) else stop) - 1
+    shown = "".join(event["text"] for event in events[:6])
+    assert len(shown) == len("".join(answer.texts[:6])) - lag
+    # A replica that goes on from the ids does not know the text that lags.
+    prompt = answer.prompt_ids + answer.ids[:6]
+    rest, _ = await answered(client, COMPLETION_PATH, body | {"prompt": prompt})
+    assert len(shown + rest) == len(whole["choices"][0]["text"]) - lag
+
+
+async def test_a_stop_string_that_is_cut_is_found_in_text_and_missed_in_ids(client: aiohttp.ClientSession) -> None:
+    answer = await begun(client, "text")
+    stop = answer.texts[2][-1] + answer.texts[3][:2]
+    body = {"stop": [stop], "max_tokens": 10}
+    before, _, _ = answer.text.partition(stop)
+    by_ids, _ = await answered(
+        client, COMPLETION_PATH, body | {"prompt": answer.prompt_ids + answer.ids[:3], "ignore_eos": True}
+    )
+    assert by_ids == "".join(answer.texts[3:13])
+    lagging = answer.text[: len("".join(answer.texts[:3])) - len(stop) + 1]
+    by_text, _ = await answered(client, COMPLETION_PATH, body | {"prompt": ASKED["content"] + lagging})
+    assert lagging + by_text == before
+
+
+async def test_stop_strings_wait_for_the_least_tokens(client: aiohttp.ClientSession) -> None:
+    body = {"prompt": ASKED["content"], "max_tokens": 20, "stop": "~", "min_tokens": 5}
+    _, whole = await answered(client, COMPLETION_PATH, body)
+    assert (whole["usage"]["completion_tokens"], whole["choices"][0]["finish_reason"]) == (6, "stop")
+
+
 @pytest.mark.parametrize("text", ["words", "numbered"])
 async def test_token_ids_have_the_recorded_places(text: Any) -> None:
     """As recorded in streams and answers of vLLM 0.32, for `return_token_ids`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -84,3 +85,22 @@ async def test_a_stream_that_ends_before_is_not_hit(replica: Replica, client: ai
     for kind in ("stream_error", "silent", "reset"):
         replica.faults.set(kind, after_tokens=13, times=1)
         assert (await chunks(client))[-1] == DONE
+
+
+@pytest.mark.parametrize(("after_tokens", "sent"), [(250, 250), (301, 300)])
+async def test_a_slow_reader_gets_all_tokens_in_fewer_deltas(
+    client: aiohttp.ClientSession, after_tokens: int, sent: int
+) -> None:
+    """Tokens of the same delta may lie on both sides of a fault. Long events fill the buffers soon."""
+    body = STREAM | {"max_tokens": 300, "return_token_ids": True, "model": None}
+    async with Replica(replace(FAST, model="m" * 100_000, text="numbered")) as replica:
+        replica.faults.set("stream_error", after_tokens=after_tokens)
+        async with client.post(replica.url + CHAT_PATH, json=body) as answer:
+            await until(lambda: not replica.engine.busy)
+            *events, last, done = (await answer.content.read()).split(b"\n\n")[:-1]
+    hit = last + b"\n\n" == ENGINE_ERROR
+    choices = [json.loads(event[6:])["choices"][0] for event in (events if hit else [*events, last])[1:]]
+    tokens = [len(choice["token_ids"]) for choice in choices]
+    assert (hit, sum(tokens), done) == (sent < 300, sent, DONE.strip())
+    assert max(tokens) > 1
+    assert choices[-1]["finish_reason"] == (None if hit else "length")

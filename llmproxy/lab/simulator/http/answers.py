@@ -64,11 +64,12 @@ class AnswerUsage:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A sequence, or a part of it. At its end, `reason` is `length` or `stop`."""
+    """A sequence, or a part of it. At its end, `reason` is `length` or `stop`, and `stop` the stop string if any."""
 
     text: str
     ids: Ids
     reason: str | None
+    stop: str | None = None
 
 
 class AnswerWriter(Protocol):
@@ -153,7 +154,7 @@ class ChatAnswer(_OpenAiAnswer):
         return [self._event(f'"choices":[{{"index":{i},{role}}}]', after) for i in range(self._generation.choices)]
 
     def delta(self, index: int, part: Choice, usage: AnswerUsage) -> list[bytes]:
-        finish = f'"{part.reason}","stop_reason":null' if part.reason else "null"
+        finish = f'"{part.reason}","stop_reason":{_dump(part.stop)}' if part.reason else "null"
         choice = f'"index":{index},"delta":{{"content":{_dump(part.text)}}},"logprobs":null,"finish_reason":{finish}'
         choices = f'"choices":[{{{choice},"token_ids":{_dump(part.ids)}}}]'
         return [self._event(choices, self._usage_now(usage) + self._last(part.reason))]
@@ -166,7 +167,7 @@ class ChatAnswer(_OpenAiAnswer):
                 "message": {"role": "assistant", "content": choice.text, **none},
                 "logprobs": None,
                 "finish_reason": choice.reason,
-                "stop_reason": None,
+                "stop_reason": choice.stop,
                 "token_ids": choice.ids,
                 "routed_experts": None,
             }
@@ -189,9 +190,8 @@ class CompletionAnswer(_OpenAiAnswer):
 
     def delta(self, index: int, part: Choice, usage: AnswerUsage) -> list[bytes]:
         finish = f'"{part.reason}"' if part.reason else "null"
-        choice = (
-            f'"index":{index},"text":{_dump(part.text)},"logprobs":null,"finish_reason":{finish},"stop_reason":null'
-        )
+        choice = f'"index":{index},"text":{_dump(part.text)},"logprobs":null,"finish_reason":{finish}'
+        choice += f',"stop_reason":{_dump(part.stop)}'
         prompt = None if index in self._begun else self._prompt_ids(index)
         self._begun.add(index)
         choices = f'"choices":[{{{choice},"prompt_token_ids":{_dump(prompt)},"token_ids":{_dump(part.ids)}}}]'
@@ -204,7 +204,7 @@ class CompletionAnswer(_OpenAiAnswer):
                 "text": choice.text,
                 "logprobs": None,
                 "finish_reason": choice.reason,
-                "stop_reason": None,
+                "stop_reason": choice.stop,
                 "token_ids": choice.ids,
                 "prompt_logprobs": None,
                 "prompt_token_ids": self._prompt_ids(index),

@@ -137,7 +137,8 @@ class _Exchange:
         self.later = self.service.faults.hit_later()
         self._submit()
         await self._events(response, self.answer.prologue())
-        while not self.job.ended:
+        # The job may end while a slow reader blocks a write.
+        while not self.job.ended or self._unsent():
             await self._wait_for_tokens(response)
             await self._events(response, self._fresh_events())
             if self.later is not None and min(sent.tokens for sent in self.sent) == self.later.after_tokens:
@@ -193,10 +194,13 @@ class _Exchange:
             text = "" if turn == 1 else answer.text(sent.text_tokens, sent.tokens)
             if turn != 1:
                 sent.text_tokens = sent.tokens
-            part = Choice(text, self._ids(index, sent.id_tokens), reason)
+            part = self._choice(index, text, sent.id_tokens, reason)
             sent.id_tokens = sent.tokens
             events += self.answer.delta(index, part, self._usage())
         return events
+
+    def _unsent(self) -> bool:
+        return any(sent.tokens < self._tokens(index) for index, sent in enumerate(self.sent))
 
     def _tokens(self, index: int) -> int:
         """Returns how many tokens of a choice exist. A fault may keep back the latest."""
@@ -207,11 +211,11 @@ class _Exchange:
         answer = self.job.answers[index]
         return Wrong(answer.seed) if self.job.progress[index].wrong else answer
 
-    def _ids(self, index: int, first: int) -> tuple[int, ...] | None:
-        """Returns the token ids of a choice from token `first` on, if they are requested."""
-        if not self.generation.return_token_ids:
-            return None
-        return self._text(index).tokens(first, self._tokens(index))
+    def _choice(self, index: int, text: str, first: int, reason: str | None) -> Choice:
+        """Returns a choice with this text, and with the token ids from token `first` on if they are requested."""
+        answer = self._text(index)
+        ids = answer.tokens(first, self._tokens(index)) if self.generation.return_token_ids else None
+        return Choice(text, ids, reason, answer.stop_reason if reason else None)
 
     def _opening(self) -> list[bytes]:
         """Returns the opening events, once."""
@@ -222,7 +226,7 @@ class _Exchange:
 
     def _choices(self) -> list[Choice]:
         return [
-            Choice(self._text(index).text(0, self._tokens(index)), self._ids(index, 0), reason)
+            self._choice(index, self._text(index).text(0, self._tokens(index)), 0, reason)
             for index, reason in enumerate(self.job.reasons)
         ]
 

@@ -30,6 +30,8 @@ class AnswerText(Protocol):
     done: int = 0
     ends_at: int | None = None
     """Index of the token that ends the answer by itself, once it is known."""
+    stop_reason: str | None = None
+    """The stop string that ends the answer."""
 
     def tokens(self, first: int, end: int) -> tuple[int, ...]: ...
     def text(self, first: int, end: int) -> str: ...
@@ -110,6 +112,42 @@ class Numbered(AnswerText):
                 break
             count -= 1
         return count
+
+
+class Stopped(AnswerText):
+    """An answer that may end at a stop string, after `length` tokens.
+
+    As in vLLM, its text in a stream lags behind its tokens, by one character less than the longest stop string.
+    """
+
+    def __init__(self, answer: AnswerText, length: int, stops: Sequence[str], included: bool, min_tokens: int) -> None:
+        """Args:
+        length: Length of the answer without a stop string.
+        included: Whether the stop string is part of the text. Then the text does not lag.
+        min_tokens: Stop strings are ignored in the text of so many tokens.
+        """
+        self.seed, self.done, self.length = answer.seed, answer.done, length
+        self._answer = answer
+        self._text = ""
+        self._shown = [0]
+        lag = 0 if included else max(map(len, stops)) - 1
+        for number in range(length):
+            before = len(self._text)
+            self._text += answer.text(number, number + 1)
+            found = [(self._text.find(stop, max(before - len(stop) + 1, 0)), stop) for stop in stops]
+            at, stop = next((one for one in found if one[0] >= 0), (-1, ""))
+            if at >= 0 and number >= min_tokens:
+                self._text = self._text[: at + len(stop) * included]
+                self.stop_reason, self.length = stop, number + 1
+                break
+            self._shown.append(max(len(self._text) - lag, 0))
+        self._shown[self.length :] = [len(self._text)]
+
+    def tokens(self, first: int, end: int) -> tuple[int, ...]:
+        return self._answer.tokens(first, end)
+
+    def text(self, first: int, end: int) -> str:
+        return self._text[self._shown[first] : self._shown[end]]
 
 
 def _progress(tag: int, data: bytes) -> tuple[int, bytes] | None:

@@ -58,18 +58,12 @@ def found_in(text: bytes) -> Iterator[tuple[int, int, int]]:
     """Yields the numbered tokens of a text: start, end and id. Other text can be between them."""
     if b"~" not in text:
         return
-    before = end = -1
     for match in _TOKEN.finditer(text):
         token = token_id(_TAG_OF[match[2]], int(match[1]))
-        carried = len(_carried(number_of(token)))
-        start = match.start() - carried
-        # The rest of a character belongs to this token only if its first bytes belong to the token before.
-        if carried and (token - 1, start) != (before, end):
-            continue
         data = bytes_of(token)
+        start = match.start() - len(_carried(number_of(token)))
         if text.startswith(data, start):
-            before, end = token, start + len(data)
-            yield start, end, token
+            yield start, start + len(data), token
 
 
 def _carried(number: int) -> bytes:

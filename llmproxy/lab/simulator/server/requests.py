@@ -62,6 +62,7 @@ class GenerationRequest:
     min_tokens: int = 0
     cache_salt: str | None = None
     return_token_ids: bool = False
+    stops: tuple[str, ...] = ()
     join: Join = "same"
     body: Body = field(default_factory=dict)
 
@@ -317,6 +318,7 @@ def _checked(
         min_tokens=_integer(body, "min_tokens") or 0,
         cache_salt=body.get("cache_salt"),
         return_token_ids=body.get("return_token_ids") is True,
+        stops=_stops(body.get("stop")),
         join=join,
         body=body,
     )
@@ -344,6 +346,11 @@ def _fitting_tokens(wanted: int | None, name: str, prompt_tokens: int, max_len: 
     if wanted is None:
         return room if default is None else min(default, room)
     return wanted
+
+
+def _stops(stop: object) -> tuple[str, ...]:
+    stops = stop if isinstance(stop, list) else [stop]
+    return tuple(one for one in stops if isinstance(one, str) and one)
 
 
 def _integer(body: Body, name: str) -> int | None:

@@ -17,7 +17,7 @@ from llmproxy.lab.simulator.engine.kv_store import KvStore
 from llmproxy.lab.simulator.engine.kv_transfer import KvTransfer
 from llmproxy.lab.simulator.engine.profiles import Noise, profile_named
 from llmproxy.lab.simulator.engine.sequence import EngineRequest
-from llmproxy.lab.simulator.server.answer_text import AnswerText, Join, Numbered, Words
+from llmproxy.lab.simulator.server.answer_text import AnswerText, Join, Numbered, Stopped, Words
 from llmproxy.lab.simulator.server.faults import FaultKind, FaultSwitch
 from llmproxy.lab.simulator.server.metrics import ReplicaMetrics, unix_now_s
 from llmproxy.lab.simulator.server.nixl import NixlConnector
@@ -222,6 +222,10 @@ class Service:
                 output_tokens, reason = self._length(generation, answer)
                 if reason == "stop":
                     answer.ends_at = output_tokens - 1
+                if generation.stops:
+                    answer = self._stopped(generation, answer, output_tokens)
+                    if answer.stop_reason is not None:
+                        output_tokens, reason = answer.length, "stop"
                 hashes = block_hashes(
                     (*tokens, *answer.tokens(0, output_tokens)), BLOCK_SIZE, generation.adapter, generation.cache_salt
                 )
@@ -265,6 +269,11 @@ class Service:
         if self.options.text == "numbered":
             return Numbered(prompt, generation.model, choice, generation.join)
         return Words(seed_of(prompt, generation.model, choice))
+
+    @staticmethod
+    def _stopped(generation: GenerationRequest, answer: AnswerText, output_tokens: int) -> Stopped:
+        included = generation.body.get("include_stop_str_in_output") is True
+        return Stopped(answer, output_tokens, generation.stops, included, generation.min_tokens)
 
     def _length(self, generation: GenerationRequest, answer: AnswerText) -> tuple[int, str]:
         """Returns the number of output tokens, and the reason of the end."""
