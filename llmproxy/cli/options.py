@@ -60,9 +60,9 @@ REPLICA: Options = {
     ),
     "shutdown": (
         _option(
-            Literal["now", "hang"],
-            metavar="now|hang",
-            help="On SIGTERM: close open streams, or leave them hanging as vLLM does.",
+            Literal["now", "abort", "hang"],
+            metavar="now|abort|hang",
+            help="On SIGTERM: cut open streams, end them as aborted, or leave them hanging, as vLLM does.",
         ),
         "now",
     ),

@@ -428,7 +428,7 @@ def test_hash_key_takes_no_key_as_an_argument() -> None:
         (["--model", "a", "--adapter", "a"], "llmproxy replica: the model and its adapters need different names"),
         (["--kv-tokens", "1024", "--max-model-len", "2048"], "llmproxy replica: max_model_len 2048 does not fit"),
         (["--kv-transfer", "store"], "llmproxy replica: kv_transfer store needs a kv_store, and nothing else uses one"),
-        (["--shutdown", "later"], "'later' is not one of 'now', 'hang'"),
+        (["--shutdown", "later"], "'later' is not one of 'now', 'abort', 'hang'"),
     ],
 )
 def test_replica_refuses_in_words(arguments: list[str], message: str) -> None:

@@ -171,8 +171,8 @@ async def serve_replica(options: ReplicaOptions, host: str, port: int) -> None:
     """Serves a replica until cancellation, SIGTERM or SIGINT, then cuts its connections.
 
     Prints a line with the URL once it listens; port 0 takes a free port. With `shutdown="hang"`, a signal closes the
-    port, and open streams get no further byte until their clients disconnect, as in vLLM by default. Raises OSError if
-    the address cannot be used.
+    port, and open streams get no further byte until their clients disconnect. With `shutdown="abort"`, open requests
+    end with this finish reason. Raises OSError if the address cannot be used.
     """
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
@@ -182,8 +182,8 @@ async def serve_replica(options: ReplicaOptions, host: str, port: int) -> None:
         try:
             print(f"simulated vLLM replica of {options.model} on {replica.url}", flush=True)
             await stopping.wait()
-            if options.shutdown == "hang":
-                replica.faults.set(FaultKind.HANG)
+            if options.shutdown != "now":
+                replica.faults.set(options.shutdown)
                 await replica.idle()
         finally:
             for number in (signal.SIGTERM, signal.SIGINT):

@@ -355,6 +355,19 @@ async def test_a_served_replica_can_hang_on_sigterm_as_vllm_does(
     await task
 
 
+async def test_a_served_replica_can_abort_its_streams_on_sigterm(
+    client: aiohttp.ClientSession, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task, url = await serving(replace(FAST, shutdown="abort"), capsys)
+    async with client.post(f"{url}/v1/chat/completions", json=ENDLESS) as running:
+        await running.content.readany()
+        os.kill(os.getpid(), signal.SIGTERM)
+        *_, last, done = await chunks_of(running)
+    await task
+    assert b'"finish_reason":"abort"' in last
+    assert done == b"data: [DONE]\n\n"
+
+
 async def test_cancelling_stops_a_served_replica(capsys: pytest.CaptureFixture[str]) -> None:
     task, _ = await serving(FAST, capsys)
     task.cancel()

@@ -14,6 +14,7 @@ import pytest
 from llmproxy.lab.simulator.replica import Replica
 from tests.lab.simulator.conftest import CHAT, CHAT_PATH, FAST, chunks_of, until
 from tests.lab.simulator.test_faults import ENGINE_ERROR
+from tests.numbered import fault_in
 
 STREAM = CHAT | {"stream": True, "max_tokens": 12, "ignore_eos": True}
 NAMED = {"x-request-id": "mine"}
@@ -104,3 +105,39 @@ async def test_a_slow_reader_gets_all_tokens_in_fewer_deltas(
     assert (hit, sum(tokens), done) == (sent < 300, sent, DONE.strip())
     assert max(tokens) > 1
     assert choices[-1]["finish_reason"] == (None if hit else "length")
+
+
+@pytest.mark.parametrize(
+    ("path", "limit", "last"),
+    [
+        (CHAT_PATH, "max_tokens", '"finish_reason":"abort","stop_reason":null'),
+        ("/v1/messages", "max_tokens", '"delta":{"stop_reason":null'),
+        ("/v1/responses", "max_output_tokens", '"status":"completed"'),
+    ],
+)
+async def test_an_aborted_stream_looks_like_an_answer_that_ended(
+    replica: Replica, client: aiohttp.ClientSession, path: str, limit: str, last: str
+) -> None:
+    body = {"messages": CHAT["messages"], "input": "Hello", "stream": True, "ignore_eos": True}
+    async with client.post(path, json=body | {limit: 30_000}) as answer:
+        await until(lambda: replica.engine.counters.generation > 10)
+        replica.faults.set("abort")
+        assert last in (await answer.text())[-2_000_000:]
+    assert replica.faults.kind is None
+    await replica.idle()
+    assert not replica.engine.busy
+    assert (await chunks(client))[-1] == DONE
+
+
+async def test_aborted_requests_end_with_what_they_have(replica: Replica, client: aiohttp.ClientSession) -> None:
+    whole = asyncio.create_task(client.post(CHAT_PATH, json=CHAT | {"max_tokens": 30_000, "ignore_eos": True}))
+    async with client.post(CHAT_PATH, json=STREAM | {"max_tokens": 30_000, "return_token_ids": True}) as answer:
+        await until(lambda: replica.engine.counters.generation > 20)
+        replica.faults.set("abort")
+        events = [json.loads(chunk[6:])["choices"][0] for chunk in (await chunks_of(answer))[1:-1]]
+    assert [event["finish_reason"] for event in events] == [*[None] * (len(events) - 1), "abort"]
+    assert fault_in("".join(event["delta"]["content"] for event in events)) is None
+    assert all(event["token_ids"] for event in events[:-1])
+    choice = (await (await whole).json())["choices"][0]
+    assert choice["finish_reason"] == "abort"
+    assert fault_in(choice["message"]["content"]) is None

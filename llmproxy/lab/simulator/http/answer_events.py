@@ -173,7 +173,9 @@ def _part(text: str) -> Body:
     return {"annotations": [], "text": text, "type": "output_text", "logprobs": None}
 
 
-def _stop_reason(choice: Choice) -> str:
+def _stop_reason(choice: Choice) -> str | None:
+    if choice.reason == "abort":
+        return None
     return "max_tokens" if choice.reason == "length" else "end_turn"
 
 

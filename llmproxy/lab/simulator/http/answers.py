@@ -64,7 +64,7 @@ class AnswerUsage:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A sequence, or a part of it. At its end, `reason` is `length` or `stop`, and `stop` the stop string if any."""
+    """A sequence, or a part of it. At its end, `reason` is `length`, `stop` or `abort`, and `stop` a stop string."""
 
     text: str
     ids: Ids

@@ -82,11 +82,12 @@ async def generate(
 
 @dataclass(slots=True)
 class _Sent:
-    """The progress of a choice: tokens seen, tokens whose text was sent, and tokens whose ids were sent."""
+    """The progress of a choice: tokens seen, tokens whose text was sent, tokens whose ids were sent, and its end."""
 
     tokens: int = 0
     text_tokens: int = 0
     id_tokens: int = 0
+    ended: bool = False
 
 
 @dataclass(slots=True)
@@ -141,7 +142,7 @@ class _Exchange:
         while not self.job.ended or self._unsent():
             await self._wait_for_tokens(response)
             await self._events(response, self._fresh_events())
-            if self.later is not None and min(sent.tokens for sent in self.sent) == self.later.after_tokens:
+            if self.later is not None and max(sent.tokens for sent in self.sent) == self.later.after_tokens:
                 if self.later.kind is FaultKind.STREAM_ERROR:
                     await self._events(response, self.answer.broken(engine_dead()))
                     return response
@@ -182,11 +183,13 @@ class _Exchange:
         events: list[bytes] = []
         for index, (sent, progress) in enumerate(zip(self.sent, self.job.progress, strict=True)):
             tokens = self._tokens(index)
-            if tokens == sent.tokens:
+            ends = progress.finished and tokens == progress.tokens
+            if sent.ended or (tokens == sent.tokens and not ends):
                 continue
             events += self._opening()
             sent.tokens = tokens
-            reason = self.job.reasons[index] if progress.finished and tokens == progress.tokens else None
+            sent.ended = ends
+            reason = self.job.reasons[index] if ends else None
             answer = self._text(index)
             turn = (answer.seed + sent.tokens) % 8 if self.service.options.ragged_deltas and reason is None else -1
             if turn == 0:
@@ -200,7 +203,7 @@ class _Exchange:
         return events
 
     def _unsent(self) -> bool:
-        return any(sent.tokens < self._tokens(index) for index, sent in enumerate(self.sent))
+        return self.job.finished and not all(sent.ended for sent in self.sent)
 
     def _tokens(self, index: int) -> int:
         """Returns how many tokens of a choice exist. A fault may keep back the latest."""

@@ -21,6 +21,8 @@ class FaultKind(StrEnum):
     """A stream is accepted with 200, and its first event is an error; other requests get 500."""
     ENGINE_DEAD = "engine_dead"
     """Open streams end with an error event, everything else gets 500."""
+    ABORT = "abort"
+    """All requests end at once with the finish reason `abort`, and then the fault ends: vLLM 0.32 before it stops."""
     FROZEN = "frozen"
     """Nothing moves, gauges included, while `/health` says 200: a stopped worker process."""
     RESET = "reset"
@@ -52,7 +54,7 @@ IN_STREAMS = frozenset({FaultKind.RESET, FaultKind.SILENT, FaultKind.STREAM_ERRO
 
 @dataclass(frozen=True, slots=True)
 class LaterFault:
-    """A fault that hits a stream after `after_tokens` tokens of each choice. See `FaultSwitch.set`."""
+    """A fault that hits a stream after `after_tokens` tokens of a choice. See `FaultSwitch.set`."""
 
     kind: FaultKind
     after_tokens: int
@@ -103,6 +105,8 @@ class FaultSwitch:
         self._share, self._owed, self._word = share, 0.0, word.encode()
         self._times = times
         self._changed(self.kind)
+        if self.kind is FaultKind.ABORT:
+            self.clear()
 
     def clear(self) -> None:
         """Ends the fault. Raises RuntimeError if only a restart helps."""

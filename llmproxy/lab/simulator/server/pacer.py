@@ -114,6 +114,16 @@ class Pacer:
             self.drop(job)
             job.notify()
 
+    def abort(self) -> None:
+        """Ends all jobs with the reason `abort`."""
+        for job in {id(job): job for job, _ in self._jobs.values()}.values():
+            self.drop(job)
+            pairs = zip(job.progress, job.reasons, strict=True)
+            job.reasons = [reason if progress.finished else "abort" for progress, reason in pairs]
+            for progress in job.progress:
+                progress.finished = True
+            job.notify()
+
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
         due_s = loop.time()

@@ -304,18 +304,23 @@ def _checked(
         raise invalid("dict_type", "body.kv_transfer_params", "Input should be a valid dictionary", _shown(params))
     model, adapter = resolve(body, limits)
     longest = max(map(len, prompts))
+    max_tokens = _fitting_tokens(wanted, limit_name, longest, limits.max_model_len, default_tokens)
+    min_tokens = _integer(body, "min_tokens") or 0
+    if min_tokens > max_tokens:
+        message = f"min_tokens must be less than or equal to max_tokens={max_tokens}, got {min_tokens}."
+        raise ApiError(400, message)
     include_usage = stream and bool(options.get("include_usage"))
     return GenerationRequest(
         model=model,
         adapter=adapter,
         prompts=tuple(prompts),
-        max_tokens=_fitting_tokens(wanted, limit_name, longest, limits.max_model_len, default_tokens),
+        max_tokens=max_tokens,
         choices=choices,
         stream=stream,
         include_usage=include_usage,
         continuous_usage=include_usage and bool(options.get("continuous_usage_stats")),
         ignore_eos=body.get("ignore_eos") is True,
-        min_tokens=_integer(body, "min_tokens") or 0,
+        min_tokens=min_tokens,
         cache_salt=body.get("cache_salt"),
         return_token_ids=body.get("return_token_ids") is True,
         stops=_stops(body.get("stop")),

@@ -46,7 +46,8 @@ class ReplicaOptions:
     - `ragged_deltas`: Whether some tokens come with an empty delta or merged into the next delta.
     - `noise`: Random step times, from `seed`.
     - `requests_kept`: Number of requests that are remembered for tests.
-    - `shutdown`: Effect of SIGTERM on a served replica: stop `now`, or `hang` its open streams, as vLLM by default.
+    - `shutdown`: Effect of SIGTERM on open streams of a served replica: cut `now`, `abort` as their finish reason, or
+      `hang`. vLLM was seen to do both of the latter.
     - `kv_transfer`: `nixl` (from the replica that a request names) or `store` (through `kv_store`).
     - `kv_lease_s`: How long blocks are kept for another replica.
     - `kv_load_failure_policy`: Whether a request without its KV blocks fails or is computed.
@@ -75,7 +76,7 @@ class ReplicaOptions:
     join: Join = "same"
     ragged_deltas: bool = False
     requests_kept: int = 1000
-    shutdown: Literal["now", "hang"] = "now"
+    shutdown: Literal["now", "abort", "hang"] = "now"
     kv_transfer: Literal["nixl", "store"] | None = None
     kv_store: Path | None = None
     kv_lease_s: float = 30.0
@@ -176,6 +177,8 @@ class Service:
         self.metrics.lies = kind is FaultKind.LIES
         if kind is FaultKind.ENGINE_DEAD:
             self.pacer.fail(engine_dead())
+        if kind is FaultKind.ABORT:
+            self.pacer.abort()
 
     def refuse_if_due(self) -> None:
         """Raises ApiError for a new generation request if a fault or a full queue refuses it."""

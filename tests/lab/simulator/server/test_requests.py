@@ -37,6 +37,7 @@ TOO_LONG = (
             "max_tokens",
             "max_model_len=32768",
         ),
+        ("chat/completions", CHAT | {"min_tokens": 4}, 400, "BadRequestError", None, "equal to max_tokens=3, got 4."),
         ("chat/completions", CHAT | {"max_tokens": "many"}, 400, "Bad Request", "body.max_tokens", "int_parsing"),
         ("chat/completions", CHAT | {"temperature": -1}, 400, "BadRequestError", "temperature", "got -1.0."),
         ("chat/completions", CHAT | {"stream_options": {"x": 1}}, 400, "BadRequestError", "stream_options", "`stream="),
