@@ -360,7 +360,7 @@ class GrantReason(Struct, frozen=True):
     """The state of the queue at a grant, which explains why this request was chosen."""
 
     waiting: tuple[tuple[int, int], ...]  # (band, waiting requests) from the highest band, including this request.
-    flows: int  # Flows of the band with waiting requests.
+    flows: int  # Flows of the band with waiting requests, without rests of streams.
     standing: tuple[tuple[str, float], ...]  # Counters of the fairness policy for the flow.
     passed_over: int  # Requests of the band that came first in order, but fitted on no backend.
     guaranteed: bool = False  # Granted by the minimum share of the band, although a higher band waited.

@@ -17,6 +17,7 @@ from llmproxy.core.placement.staged import StagedPlacement
 from llmproxy.core.policy_registry import Faults
 from llmproxy.core.queueing.charge import charges
 from llmproxy.core.queueing.min_share import MinShares
+from llmproxy.core.queueing.rate_limits import expected
 from llmproxy.core.queueing.usage_limits import UsageLimits
 from llmproxy.core.queueing.waiting_room import WaitingRoom
 from llmproxy.core.settings import Settings
@@ -41,6 +42,9 @@ class ChargeObserver(LeaseObserver):
 
     The charge for a prefill stage is carried over to the next lease of the request. So a prompt is charged once even if
     a second backend computes it again, and the charge is refunded if no answer follows.
+
+    The rest of a stream that broke is charged for its output only, and is no further request for the fairness policy
+    and the minimum shares: the first attempt counted for the whole answer.
     """
 
     def __init__(self, settings: Settings, room: WaitingRoom, min_shares: MinShares, faults: Faults) -> None:
@@ -59,7 +63,7 @@ class ChargeObserver(LeaseObserver):
         prompt = carried if request.stage is DECODE else 0.0
         charge = self._charges[lease.number] = _Charge(carried, carried, prompt)
         try:
-            if request.stage is not DECODE:
+            if request.stage is not DECODE and not request.continued:
                 band.fairness.dispatched(request.flow)
             if band.on_started is not None and not request.stream:
                 # The first token is not visible without a stream, so the grant counts as the start.
@@ -71,7 +75,7 @@ class ChargeObserver(LeaseObserver):
         except Exception as fault:  # noqa: BLE001 - a policy may be a plugin
             self._faults.note(fault)
         own = charge.total - carried
-        if self._min_shares.shares and own > 0.0:
+        if self._min_shares.shares and own > 0.0 and not request.continued:
             charge.credits = self._min_shares.granted(request.band, own, self._room.levels())
 
     def already_charged(self, request: Request, number: int) -> None:
@@ -220,12 +224,14 @@ class LimitObserver(LeaseObserver):
         self._limits.booked(lease.request)
 
     def returned(self, lease: LeaseRecord, event: Returned, now: float) -> None:
-        used_tokens = None
+        used_tokens: float | None = None
         if event.usage is not None:
-            used_tokens = event.usage.prompt_tokens + event.usage.output_tokens
+            used_tokens = event.usage.output_tokens
+            if not lease.request.continued:
+                used_tokens += event.usage.prompt_tokens
         elif event.verdict is Verdict.SERVED:
             # Without usage from the engine, the expected tokens are counted.
-            used_tokens = lease.request.prompt_tokens + lease.request.output_tokens
+            used_tokens = expected(lease.request)
         if decode_follows(lease, event):
             self._limits.begin_between_stages(lease.request)
         else:

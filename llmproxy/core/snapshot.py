@@ -75,12 +75,13 @@ class BandSnapshot:
     level: int
     ceiling: float
     min_share: float
-    waiting: int  # Requests in flows, without the blocked ones.
+    waiting: int  # Requests in flows and rests of streams, without the blocked ones.
     blocked: Mapping[str, int]  # Requests per usage limit (or backend) that blocks them.
     flows: int  # Flows with waiting requests.
     shown: tuple[FlowSnapshot, ...]  # The first flows in the order of the fairness policy.
     places: int = 0  # Slots of the available backends for this band and lower bands; the rest is for higher bands.
-    reason: WaitReason | None = None  # Why the first request waits; None if no flow has waiting requests.
+    reason: WaitReason | None = None  # Why the first request waits; None if none waits.
+    continued: int = 0  # Of `waiting`: rests of streams that broke, which go before all flows.
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +238,7 @@ class PoolInspector:
         with closing(_candidates(band, self.now)) as flows:
             names = list(islice(flows, flows_max))
         shown = tuple(self._flow(band, name) for name in names)
-        return BandSnapshot(level, ceiling, min_share, band.size, blocked, band.flows, shown)
+        return BandSnapshot(level, ceiling, min_share, band.size, blocked, band.flows, shown, continued=band.continued)
 
     def _flow(self, band: Band, flow: str) -> FlowSnapshot:
         with closing(band.first(flow)) as line:

@@ -130,6 +130,7 @@ OTHER_THAN_DEFAULT = {
     "scheduling.kv_connector": "store",
     "scheduling.warm_up_pairs": "false",
     "retry.budget_ratio": "0.5",
+    "retry.continue": "off",
     "health.ejected_ratio_max": "0.4",
     "body_bytes_total_max": "99999999",
     "queue.bytes_max": "99999999",

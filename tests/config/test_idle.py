@@ -74,6 +74,7 @@ def warned(tmp_path: Path, text: str) -> list[str]:
         ),
         ("trust_proxy_headers: true", "1: trust_proxy_headers: there are no clients.trusted_proxies"),
         ("retry: {extra_attempts: 0, budget_ratio: 0.5}", "1: retry.budget_ratio: retry.extra_attempts is 0"),
+        ("retry: {extra_attempts: 0, continue: always}", "1: retry.continue: retry.extra_attempts is 0"),
         (
             "backends: [http://a]\ndiscovery: {misses_before_removal: 9}",
             "2: discovery.misses_before_removal: the url of no backend begins with dns+ or srv+",

@@ -28,6 +28,7 @@ from llmproxy.config.value_types import (
     flow_of,
     from_text,
     named_in,
+    one_of,
     salt_of,
 )
 from llmproxy.core.kv_connectors import connectors
@@ -251,6 +252,10 @@ class TimeoutsConfig(Section):
     """Longest time to load or unload an adapter."""
 
 
+CONTINUED = ("off", "safe", "always")
+"""The values of `retry.continue`."""
+
+
 class RetryConfig(Section):
     extra_attempts: Annotated[Integer, Field(ge=0, le=100)] = 2
     """Most further attempts."""
@@ -260,3 +265,21 @@ class RetryConfig(Section):
         idle.unless(lambda config: config.retry.extra_attempts > 0, "retry.extra_attempts is 0"),
     ] = 0.2
     """Most retries, as a share of all requests."""
+    # `continue` is a keyword of Python, so no plain annotation can define this key.
+    __annotations__["continue"] = Annotated[
+        str,
+        one_of(CONTINUED),
+        Field(
+            description="Streams that continue on another replica when theirs fails. off: none. safe: those without"
+            " options that depend on all tokens of the answer, such as `seed` and penalties. always: also with these"
+            " options."
+        ),
+        idle.unless(lambda config: config.retry.extra_attempts > 0, "retry.extra_attempts is 0"),
+    ]
+    locals()["continue"] = "safe"
+
+    @property
+    def continue_(self) -> str:
+        """The key `continue`."""
+        value: str = getattr(self, "continue")
+        return value

@@ -71,7 +71,8 @@ class Admission:
         excluded, on_hold = self._servable(request, excluded, entry, now)
         service_s = self._first_token.at(request.prompt_tokens)
         # Custom policies may raise, also in `room.band`, so both calls come before any change.
-        rank = head_rank(request) if entry is AdmissionKind.PREEMPTED else self._ordering.rank(request, service_s)
+        first = entry is AdmissionKind.PREEMPTED or request.continued
+        rank = head_rank(request) if first else self._ordering.rank(request, service_s)
         band = self._room.bands[request.band]
         shed: list[Drop] = []
         if entry is AdmissionKind.NEW:
@@ -82,7 +83,7 @@ class Admission:
             if victims:
                 shed = [self._shed(victim, now) for victim in victims]
         if entry in ARRIVALS:
-            if band.on_entered is not None:
+            if band.on_entered is not None and not request.continued:
                 self._faults.notify(band.on_entered, request, now)
             self._headroom.used(request.band, now)
         else:

@@ -20,8 +20,9 @@ class BlockedRequests:
     """Requests that wait outside their flows.
 
     A request is blocked if an in-flight limit of its tenant or model is reached, or if the only backend that may serve
-    it has no free slot. Each such limit and backend has a queue: highest band first, then earliest arrival. A blocked
-    request does not delay its flow, and returns to its position in the flow when it may be granted.
+    it has no free slot. Each such limit and backend has a queue: highest band first, then rests of streams, then
+    earliest arrival. A blocked request does not delay its flow, and returns to its position in the flow when it may be
+    granted.
     """
 
     def __init__(self) -> None:
@@ -40,7 +41,8 @@ class BlockedRequests:
         line = self._queues.get(name)
         if line is None:
             line = self._queues[name] = LazyHeap(waits)
-        line.push((-queued.request.band, queued.request.arrived_s), queued, size)
+        request = queued.request
+        line.push((-request.band, -inf if request.continued else request.arrived_s), queued, size)
 
     def remove(self, queued: Queued) -> None:
         """Removes a blocked request, which goes back to its flow or leaves the waiting room."""

@@ -13,7 +13,9 @@ from llmproxy.core.settings import Settings
 class Charge(ABC):
     """The cost of an attempt for its flow, in units of the charged resource.
 
-    Each stage of a split request costs its own part, so both together cost as much as the unsplit request.
+    Each stage of a split request costs its own part, so both together cost as much as the unsplit request. The rest of
+    a stream that broke (`Request.continued`) costs only its output, so all parts together cost as much as the unbroken
+    stream.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -44,19 +46,20 @@ class Tokens(Charge):
 
     def __init__(self, settings: Settings) -> None:
         prompt, output = settings.input_weight, settings.output_weight
-        # Stage -> weights of prompt and output tokens.
+        # Stage -> weights of prompt and output tokens; and the same for the rest of a stream.
         self._weights = {WHOLE: (prompt, output), PREFILL: (prompt, 0.0), DECODE: (0.0, output)}
+        self._weights_of_rest = {stage: (0.0, output) for stage, (_, output) in self._weights.items()}
 
     def estimate(self, request: Request) -> float:
-        prompt, output = self._weights[request.stage]
+        prompt, output = (self._weights_of_rest if request.continued else self._weights)[request.stage]
         return prompt * request.prompt_tokens + output * request.output_tokens
 
     def so_far(self, request: Request, output_tokens: int) -> float:
-        prompt, output = self._weights[request.stage]
+        prompt, output = (self._weights_of_rest if request.continued else self._weights)[request.stage]
         return prompt * request.prompt_tokens + output * output_tokens
 
     def final(self, request: Request, usage: Usage) -> float:
-        prompt, output = self._weights[request.stage]
+        prompt, output = (self._weights_of_rest if request.continued else self._weights)[request.stage]
         return prompt * max(0, usage.prompt_tokens - (usage.cached_tokens or 0)) + output * usage.output_tokens
 
 
@@ -65,7 +68,7 @@ class Requests(Charge):
     """The cost of each request is 1, whatever its size."""
 
     def estimate(self, request: Request) -> float:
-        return 0.0 if request.stage is DECODE else 1.0
+        return 0.0 if request.stage is DECODE or request.continued else 1.0
 
     def so_far(self, request: Request, output_tokens: int) -> float:
         return self.estimate(request)

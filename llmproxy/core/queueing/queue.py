@@ -22,7 +22,9 @@ time of a pass."""
 
 
 def head_rank(request: Request) -> Rank:
-    """Returns the rank of a preempted request: before all others of its flow, because it had already been granted."""
+    """Returns the rank of a preempted request or of a rest of a stream: before all others of its flow, because it had
+    already been granted.
+    """
     return Rank((-inf, request.arrived_s))
 
 
@@ -128,7 +130,11 @@ def _place(queued: Queued) -> Key:
 
 
 class Band:
-    """The flows of one priority level that have waiting requests."""
+    """The flows of one priority level that have waiting requests.
+
+    The rests of streams that broke wait in a line of their own, before all flows, because their clients have stopped
+    reading in the middle of an answer. The fairness policy does not see them wait, but its accounts are charged.
+    """
 
     def __init__(self, fairness: FairnessPolicy, faults: Faults) -> None:
         self.fairness = fairness
@@ -143,11 +149,18 @@ class Band:
         self.ranked_s = -inf
         """The ranks of that time apply."""
         self._sorted_lines: dict[str, _Line] = {}
+        self._continued = _Line()
         self.turns: LazyHeap[float, Queued] = LazyHeap(waits)
 
     @property
     def flows(self) -> int:
+        """The number of flows with waiting requests, without rests of streams."""
         return 1 if self._only is not None else len(self._sorted_lines)
+
+    @property
+    def continued(self) -> int:
+        """The number of waiting rests of streams."""
+        return self._continued.size
 
     @property
     def _lines(self) -> dict[str, _Line]:
@@ -159,6 +172,10 @@ class Band:
 
     def push(self, queued: Queued, now: float) -> None:
         self.size += 1
+        if queued.request.continued:
+            self._continued.put(queued, queued.rank.key)
+            self._continued.size += 1
+            return
         if self.size == 1:
             self._only, self.ranked_s = queued, now
         else:
@@ -187,6 +204,12 @@ class Band:
     def remove(self, queued: Queued) -> None:
         flow = queued.request.flow
         self.size -= 1
+        if queued.request.continued:
+            self._continued.size -= 1
+            queued.gone = True
+            if not self._continued.size:
+                self._continued = _Line()
+            return
         if self._only is not None:
             self._only = None
         else:
@@ -222,10 +245,18 @@ class Band:
 
     def lines(self, now: float) -> Iterator[Iterable[Queued]]:
         """Yields the first `FLOW_LOOK_MAX` requests of each flow and base model, in order, flow by flow in the order of
-        the policy. Close a generator before any change.
+        the policy; before them the first rests of streams. Close a generator before any change.
         """
+        if self._continued.size:
+            return self._continued_first(now)
         flows = self.fairness.candidates(now)
         return iter(((self._only,),)) if self._only is not None else self._lines_of(flows)
+
+    def _continued_first(self, now: float) -> Generator[Iterable[Queued], None, None]:
+        with closing(self._continued.first()) as line:
+            yield line
+        with closing(self._lines_of(self.fairness.candidates(now))) as lines:
+            yield from lines
 
     def _lines_of(self, flows: Iterator[str]) -> Generator[Iterable[Queued], None, None]:
         try:
@@ -238,21 +269,26 @@ class Band:
                 close()
 
     def first(self, flow: str) -> Generator[Queued, None, None]:
-        """Yields the first `FLOW_LOOK_MAX` requests of `flow` for each base model, in order.
+        """Yields the first `FLOW_LOOK_MAX` requests of `flow` for each base model, in order, without rests of streams.
 
         Close the iterator before any change.
         """
         return self._lines[flow].first()
 
     def heads(self) -> Generator[Queued, None, None]:
-        """Yields the first requests of each flow, in any order of the flows. Close the iterator before any change."""
-        for flow in self._lines:
-            with closing(self.first(flow)) as line:
+        """Yields the first rests of streams, and the first requests of each flow, in any order of the flows. Close the
+        iterator before any change.
+        """
+        for waiting in (self._continued, *self._lines.values()):
+            with closing(waiting.first()) as line:
                 yield from line
 
     def before(self, queued: Queued) -> int | None:
-        """Returns the number of requests before `queued` in its flow, None if there are too many to count."""
-        return self._lines[queued.request.flow].before(queued)
+        """Returns the number of requests before `queued` in its flow, or of rests before the rest of a stream; None if
+        there are too many to count.
+        """
+        line = self._continued if queued.request.continued else self._lines[queued.request.flow]
+        return line.before(queued)
 
     def waiting_in(self, flow: str) -> int:
         line = self._lines.get(flow)
@@ -260,16 +296,21 @@ class Band:
 
     def requests(self) -> list[Request]:
         """Returns all requests in order, flow by flow. Slow, for inspection only."""
-        lines = (heap for line in self._lines.values() for heap in line.heaps.values())
+        lines = (heap for line in (self._continued, *self._lines.values()) for heap in line.heaps.values())
         return [queued.request for heap in lines for queued in list(heap)]
 
     def check(self, now: float) -> None:
-        assert self.size == sum(line.size for line in self._lines.values())
-        for flow, line in self._lines.items():
+        lines = {"the rests of streams": self._continued, **self._lines}
+        assert self.size == sum(line.size for line in lines.values())
+        for flow, line in lines.items():
             heaps = [list(heap) for heap in line.heaps.values()]
             queued = [one for heap in heaps for one in heap]
-            assert len(queued) == line.size > 0, f"{flow} lists {len(queued)} requests and counts {line.size}"
-            assert all(one.request.flow == flow for one in queued)
+            assert len(queued) == line.size, f"{flow} lists {len(queued)} requests and counts {line.size}"
+            if line is self._continued:
+                assert all(one.request.continued for one in queued)
+            else:
+                assert queued, f"{flow} is empty"
+                assert all(one.request.flow == flow and not one.request.continued for one in queued)
             for heap in heaps:
                 assert [one.key for one in heap] == sorted(one.key for one in heap), f"{flow} is out of order"
         offered = list(self.fairness.candidates(now))

@@ -138,8 +138,8 @@ def limit_rates(limits: Mapping[str, UsageLimit], names: Iterable[str]) -> Itera
 
 
 def expected(request: Request) -> float:
-    """Returns the tokens that a request is expected to use, prompt and answer."""
-    return float(request.prompt_tokens + request.output_tokens)
+    """Returns the tokens that a request is expected to use, prompt and answer; of the rest of a stream its output."""
+    return float(request.output_tokens + (0 if request.continued else request.prompt_tokens))
 
 
 def amount(kind: str, tokens: float) -> float:

@@ -98,7 +98,7 @@ class UsageLimits:
             self._uses[name].in_flight -= 1
             self._tidy(name)
 
-    def released(self, request: Request, used_tokens: int | None, now: float) -> None:
+    def released(self, request: Request, used_tokens: float | None, now: float) -> None:
         """Records the end of an attempt. `used_tokens` are the engine's count; None if it used none or did not
         report.
         """

@@ -57,7 +57,8 @@ class WaitingRoom:
         self._wait_reasons: dict[int, tuple[float, WaitReason]] = {}
         self.bands = _Bands(self.make_band)
         """Priority level -> band, created at the first use."""
-        # Band -> its requests, the newest first, for shedding. Requests are sorted only when one must be shed.
+        # Band -> its requests, the newest first and the rests of streams last, for shedding. Requests are sorted only
+        # when one must be shed.
         self._newest: dict[int, LazyHeap[float, Queued]] = {}
         self._unsorted: list[Queued] = []
         self.blocked = BlockedRequests()
@@ -177,14 +178,16 @@ class WaitingRoom:
         return [queued for queued in self.waiting.values() if queued.request.backend == backend]
 
     def newest_below(self, level: int) -> Generator[Queued, None, None]:
-        """Yields the requests of bands below `level`: the lowest band first, and in a band the newest request first.
+        """Yields the requests of bands below `level`: the lowest band first, and in a band the newest request first and
+        the rests of streams last.
 
         Close the iterator before any other change of the waiting room.
         """
         unsorted, self._unsorted = self._unsorted, []
         for queued in unsorted:
             if not queued.gone:
-                self._newest[queued.request.band].push(-queued.request.arrived_s, queued, len(self.waiting))
+                age = inf if queued.request.continued else -queued.request.arrived_s
+                self._newest[queued.request.band].push(age, queued, len(self.waiting))
         for lower in reversed(self.order):
             if lower < level:
                 yield from self._newest[lower]

@@ -207,7 +207,9 @@ class PoolScaling(LeaseObserver):
         usage = event.usage
         if usage is None or event.verdict is not Verdict.SERVED or usage.prompt_tokens <= 0:
             return
-        self.mix.learn(usage, request.sequences)
+        if not request.continued:
+            # The size of the whole request is not known from its rest.
+            self.mix.learn(usage, request.sequences)
         self._learned_s = now
         took_s = now - begun_s
         if took_s > 0.0 and self._engines.get(lease.backend.name) is engine:

@@ -197,6 +197,7 @@ class AdminPages:
             "ceiling": band.ceiling,
             "min_share": band.min_share,
             "waiting": band.waiting,
+            "continued": band.continued,
             "blocked": dict(band.blocked),
             "flows": [_flow(flow) for flow in band.shown],
             "more": band.flows - len(band.shown),

@@ -70,7 +70,7 @@ class Waiter:
     def rank(self, ordering: str, now: float) -> Rank:
         """Returns the sort key in the flow, by the definitions of the ordering policies."""
         asked = self.request
-        if self.entry is AdmissionKind.PREEMPTED:
+        if self.entry is AdmissionKind.PREEMPTED or asked.continued:
             return (-inf, asked.arrived_s)
         ttft_s = asked.slo.ttft_s if asked.slo is not None else None
         match ordering:
@@ -182,7 +182,8 @@ class Books:
             own = rows.get(waiter.request.backend or "")
             aside = own is not None and (not own.has_room(ceiling) or waiter.request.backend in kept)
             if waiter.request.band == band and not self.limited(waiter) and not aside:
-                flows.setdefault(waiter.request.flow, []).append(waiter)
+                # The rests of streams are in a line of their own. No flow has this name.
+                flows.setdefault("rests" if waiter.request.continued else waiter.request.flow, []).append(waiter)
         for flow in flows.values():
             ranks = sorted(self.rank(waiter) for waiter in flow)
             # Equal requests may be in any order.
@@ -259,7 +260,8 @@ class Books:
         assert all(0 < shown[level] <= here[level] for level in shown), f"{shown} are said to wait, and {here} do"
         if not self.settings.limits and not any(w.request.backend for w in self.waiting_in(pool)):
             assert shown == here
-        assert 1 <= grant.why.flows <= len({w.request.flow for w in self.waiting_in(pool) if w.request.band == band})
+        flows = {w.request.flow for w in self.waiting_in(pool) if w.request.band == band and not w.request.continued}
+        assert (not grant.request.continued) <= grant.why.flows <= len(flows)
 
     def _strict(self, grant: Grant, rows: Mapping[str, Row], reached: float) -> None:
         request = grant.request
@@ -276,15 +278,16 @@ class Books:
                 assert not free, f"band {request.band} went although {higher.request.id} of band {band} could"
 
     def _in_order(self, waiter: Waiter, rows: Mapping[str, Row], ceiling: float) -> None:
-        """Asserts that no earlier request of the same flow could have been granted.
+        """Asserts that no rest of a stream, and no earlier request of the same flow, could have been granted.
 
         Requests with usage limits or a backend of their own may have been blocked, and come back by band and arrival.
         """
         asked = waiter.request
         for other in self.looked_at(asked.pool, asked.band, rows):
-            if other.request.limits or other.request.backend or other.request.flow != asked.flow:
+            if other.request.limits or other.request.backend:
                 continue
-            if self.rank(other) < self.rank(waiter):
+            same = asked.continued == other.request.continued and (asked.continued or asked.flow == other.request.flow)
+            if (other.request.continued and not asked.continued) or (same and self.rank(other) < self.rank(waiter)):
                 free = self.free_for(other, rows, ceiling)
                 assert not free, f"{asked.id} went before {other.request.id} of its flow"
 

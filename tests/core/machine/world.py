@@ -11,6 +11,8 @@ from math import inf
 from random import Random
 from typing import Any
 
+from msgspec import structs
+
 from llmproxy.core.domain import (
     AdmissionKind,
     Decision,
@@ -108,7 +110,20 @@ class World:
         elif retry and verdict not in (Verdict.SERVED, Verdict.CLIENT_GONE):
             # Who may go to one backend alone is tried there again.
             failed = {held.grant.placed.backend} if request.backend is None else set()
-            self._enter(request, held.excluded | failed, AdmissionKind.RETRY)
+            entry = AdmissionKind.RETRY
+            if held.started and request.stream and request.backend is None:
+                # The client has read a part of the answer.
+                got = min(tokens or 0, request.output_tokens - 1)
+                entry, request = (
+                    AdmissionKind.CONTINUED,
+                    structs.replace(
+                        request,
+                        prompt_tokens=request.prompt_tokens + got,
+                        output_tokens=request.output_tokens - got,
+                        continued=True,
+                    ),
+                )
+            self._enter(request, held.excluded | failed, entry)
         else:
             self._end(request, verdict)
 
@@ -246,8 +261,10 @@ class World:
     def _see_shed(self, victim: Request, below: list[Request]) -> None:
         """Assert that shed requests are the newest of the lowest band."""
         lowest = [request for request in below if request.band == min(one.band for one in below)]
+        # The rests of streams are shed last.
+        lowest = [request for request in lowest if not request.continued] or lowest
         assert victim in lowest
-        assert victim.arrived_s == max(request.arrived_s for request in lowest)
+        assert victim.continued or victim.arrived_s == max(request.arrived_s for request in lowest)
         below.remove(victim)
         del self.waiting[victim.id]
         self.shed.add(victim.id)
