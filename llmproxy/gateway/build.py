@@ -46,7 +46,7 @@ class Gateway:
         """Build a gateway. `ids` is a prefix for request ids, different in each process."""
         rulebook = Rulebook(Rules.build(config, upstream))
         stored = StoredResponses(rulebook, backends, upstream, dispatcher)
-        answers = Answers(dispatcher.cached) if presets.hears_answers(config.scheduling.placement) else None
+        answers = Answers(dispatcher.cached if presets.hears_answers(config.scheduling.placement) else None)
         handler = RequestHandler(
             rulebook, backends, estimator, dispatcher, stored, answers, exits, Sampler.of(config), ids=ids
         )

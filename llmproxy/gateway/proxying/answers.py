@@ -38,11 +38,14 @@ _RESPONSE_ENDS = frozenset({"response.completed", "response.incomplete"})
 
 
 class CapturedAnswer:
-    """The bytes of one answer, unless they are too many. `chain` is the hash chain of the prompt."""
+    """The bytes of one answer, unless they are too many.
+
+    `chain` is the hash chain of the prompt; None for an answer that cannot be indexed.
+    """
 
     __slots__ = ("_answers", "_bytes", "chain", "chunks", "kind")
 
-    def __init__(self, answers: Answers, chain: Chain, kind: BodyKind) -> None:
+    def __init__(self, answers: Answers, chain: Chain | None, kind: BodyKind) -> None:
         self._answers = answers
         self._bytes = 0
         self.chain = chain
@@ -70,31 +73,36 @@ class Answers:
     """Captures the answers of one event loop, and hashes the completed ones.
 
     `on_read` gets the grant of each answer, and the block hashes of prompt and answer together, in the form of
-    `Request.prefix`. `on_read` is called in a later turn of the loop, never within a call of a method.
+    `Request.prefix`. `on_read` is called in a later turn of the loop, never within a call of a method. Without
+    `on_read`, no answer is hashed.
     """
 
-    def __init__(self, on_read: Callable[[Grant, Sequence[int]], None]) -> None:
+    def __init__(self, on_read: Callable[[Grant, Sequence[int]], None] | None) -> None:
         self._on_read = on_read
         self._due: deque[tuple[CapturedAnswer, Slices[None]]] = deque()
         self.captured_bytes = 0
 
-    def capture(self, parsed: ParsedBody) -> CapturedAnswer | None:
-        """Begin to capture the answer to this body. Returns None if no later prompt can be matched with the answer.
+    def capture(self, parsed: ParsedBody, continues: bool = False) -> CapturedAnswer | None:
+        """Begin to capture the answer to this body. Returns None if nobody needs it.
 
-        With several choices or prompts, it is unknown which choice the client will send back. A chain of token ids
+        An answer is needed if it `continues` elsewhere when its stream breaks, or if a later prompt can be matched with
+        it. With several choices or prompts, it is unknown which choice the client will send back. A chain of token ids
         cannot continue with text, and a full chain cannot grow.
         """
         chain, facts = parsed.chain, parsed.facts
-        if chain is None or parsed.kind not in PROMPT_MEMBERS or facts.sequences > 1 or facts.prompt_tokens is not None:
-            return None
-        return None if len(chain.hashes) == BLOCKS_MAX else CapturedAnswer(self, chain, parsed.kind)
+        if (
+            chain is None or self._on_read is None or parsed.kind not in PROMPT_MEMBERS or facts.sequences > 1
+            or facts.prompt_tokens is not None or len(chain.hashes) == BLOCKS_MAX
+        ):  # fmt: skip
+            chain = None
+        return CapturedAnswer(self, chain, parsed.kind) if continues or chain is not None else None
 
     def finish(self, captured: CapturedAnswer, grant: Grant | None) -> None:
         """Hash an answer that was completed under `grant`, or drop it if `grant` is None. Call once for each answer."""
-        if grant is None or not captured.chunks:
+        if grant is None or not captured.chunks or captured.chain is None:
             captured.drop()
             return
-        self._due.append((captured, self._read(captured, captured.chunks, grant)))
+        self._due.append((captured, self._read(captured.chain, captured.kind, captured.chunks, grant)))
         if len(self._due) == 1:
             asyncio.get_running_loop().call_soon(self._turn)
 
@@ -116,14 +124,14 @@ class Answers:
         if self._due:
             loop.call_soon(self._turn)
 
-    def _read(self, captured: CapturedAnswer, chunks: Sequence[bytes], grant: Grant) -> Slices[None]:
-        answer = yield from parse_answer(b"".join(chunks), captured.kind)
+    def _read(self, prompt: Chain, kind: BodyKind, chunks: Sequence[bytes], grant: Grant) -> Slices[None]:
+        answer = yield from parse_answer(b"".join(chunks), kind)
         if answer is None:
             return
-        text = answer_bytes(answer, captured.kind)
+        text = answer_bytes(answer, kind)
         yield
-        chain = captured.chain.extended(text)
-        if len(chain.hashes) > len(captured.chain.hashes):
+        chain = prompt.extended(text)
+        if len(chain.hashes) > len(prompt.hashes) and self._on_read is not None:
             yield
             self._on_read(grant, chain.hashes_on(grant.request.model, grant.request.adapter))
 
@@ -173,8 +181,8 @@ def _unreasoned(message: dict[str, Any]) -> dict[str, Any]:
     return message
 
 
-def _events(raw: bytes) -> Iterator[list[Any]]:
-    """Yield the parsed data of several events at a time, which costs a third of parsing each event by itself.
+def parsed_events(raw: bytes) -> Iterator[list[Any]]:
+    """Yields the parsed data of several events at a time, which costs a third of parsing each event by itself.
 
     Engines write the data of an event in one line.
     """
@@ -192,7 +200,7 @@ def _events(raw: bytes) -> Iterator[list[Any]]:
 def _chat(raw: bytes) -> Slices[dict[str, Any]]:
     content: list[str] = []
     calls: dict[int, tuple[list[str], list[str]]] = {}
-    for events in _events(raw):
+    for events in parsed_events(raw):
         for choice in [choice for event in events for choice in event["choices"]]:
             delta = _unreasoned(choice["delta"])
             content.append(delta.get("content") or "")
@@ -210,7 +218,7 @@ def _chat(raw: bytes) -> Slices[dict[str, Any]]:
 
 def _completion(raw: bytes) -> Slices[str]:
     text: list[str] = []
-    for events in _events(raw):
+    for events in parsed_events(raw):
         text += [choice["text"] for event in events for choice in event["choices"]]
         yield
     return "".join(text)
@@ -219,7 +227,7 @@ def _completion(raw: bytes) -> Slices[str]:
 def _message(raw: bytes) -> Slices[list[dict[str, Any]]]:
     blocks: dict[int, dict[str, Any]] = {}
     grown: dict[int, list[str]] = {}
-    for events in _events(raw):
+    for events in parsed_events(raw):
         for event in events:
             if event["type"] == "content_block_start":
                 blocks[event["index"]], grown[event["index"]] = event["content_block"], []

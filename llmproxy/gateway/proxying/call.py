@@ -8,6 +8,7 @@ from llmproxy.core.domain import Stage, Usage
 from llmproxy.core.kv_connectors import KvConnector, Parameters
 from llmproxy.gateway.http.headers import Headers
 from llmproxy.gateway.http.routes import Dialect
+from llmproxy.gateway.proxying.continued.join import RestOf
 from llmproxy.gateway.proxying.sse import StreamTap
 from llmproxy.upstream.port import Body
 
@@ -26,7 +27,7 @@ class Answer:
 class Call:
     """The request as it is sent to a backend, how to treat the answer, and the bytes of the answer that are kept.
 
-    The fields up to `listed` never change.
+    The fields before `answer` never change.
     """
 
     method: str
@@ -49,6 +50,10 @@ class Call:
     own_key: bool = True
     # Whether the backend lists the model, so that "unknown model" is the backend's error and not the client's.
     listed: bool = True
+    # Whether whole events only are relayed and an error event is held back, so that another backend may go on.
+    holds: bool = False
+    # The answer that the call continues; None for any other call.
+    rest_of: RestOf | None = None
 
     # The backend's own error answer.
     answer: Answer | None = None

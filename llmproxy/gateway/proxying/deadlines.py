@@ -76,14 +76,21 @@ class AttemptTimer:
     )  # fmt: skip
 
     def __init__(
-        self, deadlines: Deadlines, timeouts: TimeoutsConfig, streams: bool, first_byte_s: float = inf
+        self,
+        deadlines: Deadlines,
+        timeouts: TimeoutsConfig,
+        streams: bool,
+        first_byte_s: float = inf,
+        end_s: float = inf,
     ) -> None:
-        """`first_byte_s` limits the time to the first byte of this attempt, in addition to the configured limit."""
+        """`first_byte_s` limits the time to the first byte of this attempt, and `end_s` its end, in addition to the
+        configured limits.
+        """
         self._deadlines, self._timeouts, self._first_byte_s = deadlines, timeouts, first_byte_s
         self.now = asyncio.get_running_loop().time
         # When bytes came last, or the client began to read again.
         self.heard_s = began_s = self.now()
-        self._end_s = began_s + timeouts.total_s
+        self._end_s = min(began_s + timeouts.total_s, end_s)
         first_byte_s = min(first_byte_s, timeouts.first_byte_s) if streams else inf
         self._first_limit_s = min(self._end_s, began_s + first_byte_s)
         self._streaming = self.expired = False

@@ -22,6 +22,8 @@ _DEAD = re.compile(
 )
 _DRAINING = b"cannot schedule new futures"
 """Text in the answer with status 500 from a vLLM that is shutting down, although its /health is still 200."""
+ABORTED = re.compile(rb'"finish_reason"\s*:\s*"abort"')
+"""The end of all answers of a vLLM that shuts down."""
 _NO_MODEL = re.compile(r"model.{0,300}?(?:does not exist|not found|is not (?:available|loaded|served))", re.I | re.S)
 _NOT_LETTERS = re.compile(r"[^a-z]+")
 # Only letters are compared, so that `BadRequestError`, `Bad Request` and `bad_request_error` are one word.
@@ -60,6 +62,8 @@ def event_cause(data: bytes, *, own_key: bool = True) -> Cause:
     """The cause of an error event in an answer with status 200. An unknown error counts as an error of the engine."""
     if _DEAD.search(data[:_BYTES_MAX]):
         return Cause.ENGINE_DEAD
+    if ABORTED.search(data):
+        return Cause.DRAINING
     error = error_in(data) or {}
     for name in ("code", "status", "status_code"):
         number = str(error.get(name, ""))

@@ -23,6 +23,7 @@ from llmproxy.gateway.http.routes import Dialect
 from llmproxy.gateway.proxying.answers import Answers
 from llmproxy.gateway.proxying.call import Call
 from llmproxy.gateway.proxying.calls import UsageQuestions, call_for, learn_usage
+from llmproxy.gateway.proxying.continued.serving import ask_rest
 from llmproxy.gateway.proxying.failures import deliver_failure, fail
 from llmproxy.gateway.proxying.relay import end_broken
 from llmproxy.gateway.proxying.request_context import RequestContext, make_request
@@ -59,7 +60,7 @@ class RequestHandler:
         estimator: Estimator,
         dispatcher: Leasing,
         stored: StoredResponses,
-        answers: Answers | None,
+        answers: Answers,
         exits: ExitSink,
         sampler: Sampler | None = None,
         ids: str = "",
@@ -97,7 +98,7 @@ class RequestHandler:
     @property
     def captured_bytes(self) -> int:
         """Bytes of captured answers that wait to be indexed."""
-        return self._answers.captured_bytes if self._answers is not None else 0
+        return self._answers.captured_bytes
 
     def begin_shutdown(self, *, replaced: bool = False) -> None:
         """Ask clients to close their connections, in every answer from now on, because the proxy is about to end.
@@ -216,11 +217,13 @@ class RequestHandler:
                 context.route, parsed, tenant.name, target, self._estimator
             )
         self.budget.request()
-        if self._answers is not None and context.route.computes:
-            context.captured = self._answers.capture(parsed)
+        if context.route.computes:
+            continues = parsed.facts.stream and context.route.kind in rules.continues
+            context.captured = self._answers.capture(parsed, continues)
             context.client.capture = context.captured.add if context.captured is not None else None
         context.request = make_request(context, parsed, target, f"{self._ids}{next(self._serial)}", self._estimator)
-        await self._attempt_until_answered(context, parsed, context.request)
+        record.expected_prompt_tokens = context.request.prompt_tokens
+        await self._attempt_until_answered(context, context.request)
 
     async def _isolate(self, context: RequestContext, parsed: ParsedBody) -> ParsedBody:
         """Isolate the tenant from cached prefixes and stored responses of other tenants. Raises Failure."""
@@ -265,16 +268,17 @@ class RequestHandler:
 
     # --- attempts -----------------------------------------------------------------------------------------------------
 
-    async def _attempt_until_answered(self, context: RequestContext, parsed: ParsedBody, request: Request) -> None:
-        extra_attempts = context.rules.config.retry.extra_attempts
+    async def _attempt_until_answered(self, context: RequestContext, request: Request) -> None:
+        config = context.rules.config
         try:
             attempt = await run_attempts(
                 request,
                 context.record,
-                partial(self._attempt, context, parsed, request),
+                partial(self._attempt, context, request),
                 self._dispatcher,
                 self.budget,
-                extra_attempts,
+                config.retry.extra_attempts,
+                lambda attempt: ask_rest(context, request, attempt, self._estimator),
             )
         except Refused as refused:
             if context.previous is not None and refused.outcome is Outcome.BAD_REQUEST:
@@ -286,6 +290,11 @@ class RequestHandler:
         finally:
             if context.handover is not None:
                 await self._split.release(context)
+        call, broken = context.call, context.continuation
+        if not attempt.committed and broken is not None:
+            # No backend began with the rest. The client gets the error of the stream that broke.
+            context.record.not_continued = attempt.message
+            call, attempt = broken.call, broken.attempt
         if not attempt.committed:
             if context.record.computed >= COMPUTED_MAX:
                 # The request itself may be the cause. This field stops the retries of the OpenAI and Anthropic SDKs.
@@ -293,13 +302,12 @@ class RequestHandler:
             await deliver_failure(context, attempt)
             return
         self._finish(context, attempt)
-        if attempt.outcome is Outcome.BROKEN_STREAM:
-            assert context.call is not None
-            await end_broken(context.call, attempt.message, context.client)
+        if attempt.state is AttemptState.FAILED and attempt.outcome is not Outcome.COMPLETED:
+            assert call is not None
+            if attempt.outcome is Outcome.BROKEN_STREAM or call.holds:
+                await end_broken(call, attempt, context.client, config.timeouts.stall_s)
 
-    async def _attempt(
-        self, context: RequestContext, parsed: ParsedBody, request: Request, lease: Lease, attempt: Attempt
-    ) -> None:
+    async def _attempt(self, context: RequestContext, request: Request, lease: Lease, attempt: Attempt) -> None:
         rules, tenant, record = context.rules, context.tenant, context.record
         backend, stage = self._backends[lease.backend], lease.grant.request.stage
         if record.trace is not None:
@@ -316,7 +324,7 @@ class RequestHandler:
                 handover = self._split.usable(handover, attempt, lease, backend.url)
             if attempt.state is not AttemptState.FAILED:
                 asks = lease.grant.request.stream and self._usage.should_ask(backend, lease.grant.at_s)
-                call = await self._call(context, parsed, lease, attempt, engine_id, handover, asks)
+                call = await self._call(context, lease, attempt, engine_id, handover, asks)
                 if call.hide_usage and call.refuses(b"stream_options"):
                     self._usage.record_refusal(backend, lease.grant.at_s)
                     # The client did not ask for usage: try again without it. A decode engine has freed the prompt of a
@@ -325,11 +333,14 @@ class RequestHandler:
                         attempt.restart()
                         # The refusal cost nothing, but the answer to the second call may report no usage.
                         lease.usage = None
-                        await self._call(context, parsed, lease, attempt, engine_id, None, False)
+                        await self._call(context, lease, attempt, engine_id, None, False)
         finally:
             # Also after a cancellation: many clients leave as soon as they have read the end mark.
             self._exits.attempted(lease.backend, attempt.verdict)
             attempt.ended_s = asyncio.get_running_loop().time()
+            if context.continuation is not None and attempt.first_byte_s is not None:
+                gap_s = attempt.first_byte_s - context.continuation.call.last_byte_s
+                attempt.max_gap_s = max(attempt.max_gap_s or 0.0, gap_s)
             if stage is not Stage.WHOLE or lease.grant.placed.unsplit:
                 if attempt.committed:
                     self._split.note(context, attempt, lease.grant)
@@ -344,7 +355,6 @@ class RequestHandler:
     async def _call(
         self,
         context: RequestContext,
-        parsed: ParsedBody,
         lease: Lease,
         attempt: Attempt,
         engine_id: str,
@@ -352,7 +362,13 @@ class RequestHandler:
         asks_usage: bool,
     ) -> Call:
         """Send the request to the backend of the lease, and relay the answer. Returns the call."""
-        client, backend, span_id = context.client, self._backends[lease.backend], attempt.span_id or ""
+        client, backend, span_id, parsed = (
+            context.client,
+            self._backends[lease.backend],
+            attempt.span_id or "",
+            context.parsed,
+        )
+        assert parsed is not None
         call = context.call = call_for(context, parsed, lease, backend, engine_id, span_id, handover, asks_usage)
         if call.dialect is Dialect.RESPONSES and call.stage is not Stage.PREFILL:
             # The callback must not refer to the context, which refers to this client: the cycle would keep the body in
@@ -391,7 +407,7 @@ class RequestHandler:
         if context.request is not None:
             self._dispatcher.ended(context.request, ended.met)
         # Captured bytes are released first, because recording may fail.
-        if self._answers is not None and context.captured is not None:
+        if context.captured is not None:
             lease = context.lease if ended.outcome is Outcome.COMPLETED else None
             self._answers.finish(context.captured, lease.grant if lease is not None else None)
         self._exits.record(ended)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
+from math import inf
 
 import orjson
 
@@ -15,11 +16,12 @@ from llmproxy.config import TimeoutsConfig
 from llmproxy.core.domain import Outcome, Request, Stage, Usage, Verdict
 from llmproxy.core.estimates.tokens import believable
 from llmproxy.core.lease_events import Started
-from llmproxy.core.retry import Cause
+from llmproxy.core.retry import Again, Cause
 from llmproxy.gateway.http.errors import error_event
 from llmproxy.gateway.http.headers import to_client
 from llmproxy.gateway.http.routes import Dialect
 from llmproxy.gateway.proxying.call import Answer, Call
+from llmproxy.gateway.proxying.continued.join import JoinedTap
 from llmproxy.gateway.proxying.deadlines import AttemptTimer, Deadlines
 from llmproxy.gateway.proxying.error_words import answer_cause, event_cause
 from llmproxy.gateway.proxying.response_writer import ResponseWriter, within
@@ -73,7 +75,8 @@ class Relay:
         Raises nothing for a failure of the backend. Raises OSError when the client is gone.
         """
         streams = call.stream or call.connector is not None
-        timer = AttemptTimer(self._deadlines, self._timeouts, streams, prefill_limit_s(lease.grant))
+        end_s = inf if call.rest_of is None else call.rest_of.end_s
+        timer = AttemptTimer(self._deadlines, self._timeouts, streams, prefill_limit_s(lease.grant), end_s)
         exchanging = self._exchange(attempt, timer, lease, base_url, call, client)
         try:
             if call.released and call.connector is not None:
@@ -230,7 +233,7 @@ class Relay:
             # In compressed bytes the proxy cannot hide or add events, count tokens or see where the opening events end.
             tap, opening_events = EncodedTap(), 0
         else:
-            tap = call.tap = StreamTap(hide_usage=call.hide_usage)
+            tap = call.tap = stream_tap(call)
         relay = StreamRelay(attempt, call, timer, exchange, client, tap, lease, self._reports, opening_events)
         try:
             await self._relay_events(attempt, exchange, call, tap, relay)
@@ -243,7 +246,7 @@ class Relay:
         await exchange.flow(relay.take)
         if tap.error_seen and not attempt.committed:
             # The rest goes through the tap too, which may buffer the beginning of the next event.
-            events = relay.first + tap.feed(await read_answer(exchange)) + tap.flush()
+            events = relay.first + tap.feed(await read_answer(exchange)) + tap.flush() + tap.held_back
             message = "The backend answered with an error event and no token."
             if len(events) <= BUFFERED_BYTES_MAX:
                 call.answer = Answer(exchange.status, exchange.reason, event_fields(exchange), events)
@@ -260,6 +263,10 @@ class Relay:
         if tap.error_seen:
             cause = _rejected_if_unlisted(event_cause(tap.error, own_key=call.own_key), call)
             attempt.fail(Outcome.UPSTREAM_STATUS, cause, "The backend ended the stream with an error event.")
+            if call.holds and not tap.error_sent:
+                # Another backend may go on. Otherwise `end_broken` sends the error.
+                return
+            attempt.again = Again.NO
         else:
             attempt.complete()
         await relay.end()
@@ -309,7 +316,8 @@ class Relay:
                 seen = max(seen, min(most.output_tokens, call.answer_bytes // ANSWER_BYTES_PER_TOKEN))
         usage = believable(reported, most) if reported is not None else None
         if usage is not None:
-            attempt.prompt_tokens, attempt.output_tokens = usage.prompt_tokens, usage.output_tokens
+            before = 0 if call.rest_of is None else call.rest_of.rest.tokens
+            attempt.prompt_tokens, attempt.output_tokens = usage.prompt_tokens - before, usage.output_tokens + before
             attempt.cached_tokens = usage.cached_tokens
             lease.usage = usage
             if call.tap is not None and attempt.outcome is not Outcome.COMPLETED:
@@ -338,6 +346,13 @@ def fail_without_stream(attempt: Attempt) -> None:
     attempt.status = 502
 
 
+def stream_tap(call: Call) -> StreamTap:
+    """Returns the tap for the uncompressed event stream of a call."""
+    if call.rest_of is not None:
+        return JoinedTap(call.hide_usage, call.rest_of)
+    return StreamTap(call.hide_usage, call.holds)
+
+
 def _so_far(reported: Usage, request: Request, seen: int) -> Usage:
     """The usage of a stream that was cut short. Its last report may cover only the prompt, or one choice of several."""
     prompt_tokens = reported.prompt_tokens
@@ -346,18 +361,26 @@ def _so_far(reported: Usage, request: Request, seen: int) -> Usage:
     return Usage(prompt_tokens, max(reported.output_tokens, seen), reported.cached_tokens)
 
 
-async def end_broken(call: Call, message: str, client: ResponseWriter) -> None:
-    """Ends a broken event stream with one error event in the client's dialect, unless the engine sent one. Aborts the
-    connection instead if the answer is no event stream, or if writing to the client is paused.
+async def end_broken(call: Call, attempt: Attempt, client: ResponseWriter, stall_s: float) -> None:
+    """Ends an event stream that failed with one error event, from the engine or in the client's dialect.
+
+    Aborts the connection instead if the answer is no event stream, or if writing to the client is paused.
     """
-    if call.tap is None or client.paused:
+    tap = call.tap
+    if tap is not None and attempt.outcome is Outcome.UPSTREAM_STATUS:
+        # The engine itself ended the stream.
+        client.write(bytes(tap.held_back))
+        await within(client.end(), client, stall_s)
+        return
+    if tap is None or client.paused:
         await client.abort()
         return
-    # A blank line ends an incomplete event. Otherwise the client would read the error event as part of it.
-    boundary = b"" if call.tap.at_boundary else b"\n\n"
-    event = boundary + error_event(call.dialect, f"The stream broke: {message}")
-    # An engine may have sent an error event of its own before it died.
-    await end_with_error(b"" if call.tap.error_seen else event, client)
+    event = bytes(tap.held_back)
+    if not tap.error_seen:
+        # A blank line ends an incomplete event. Otherwise the client would read the error event as part of it.
+        boundary = b"" if tap.at_boundary else b"\n\n"
+        event = boundary + error_event(call.dialect, f"The stream broke: {attempt.message}")
+    await end_with_error(event, client)
 
 
 def error_events(answer: Answer, dialect: Dialect, message: str) -> bytes:

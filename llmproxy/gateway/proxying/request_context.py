@@ -13,6 +13,7 @@ from llmproxy.core.estimates.tokens import Estimator
 from llmproxy.gateway.http.routes import Route, Work
 from llmproxy.gateway.proxying.answers import CapturedAnswer
 from llmproxy.gateway.proxying.call import Call
+from llmproxy.gateway.proxying.continued.join import RestOf
 from llmproxy.gateway.proxying.response_writer import KeepAlive, ResponseWriter
 from llmproxy.gateway.proxying.rules import Rules
 from llmproxy.gateway.proxying.split.stages import Handover
@@ -31,6 +32,20 @@ _MODEL_CHARS_MAX = 100
 """The maximum length of unknown model names in logs, where JSON escaping can turn a character into 12 bytes."""
 
 _CLIENTS_DOING = frozenset({Outcome.CANCELLED, Outcome.BAD_REQUEST, Outcome.RATE_LIMITED})
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """A stream that broke, and the request for its rest."""
+
+    # The body of the client.
+    asked: ParsedBody
+    # The call and the attempt that broke.
+    call: Call
+    attempt: Attempt
+    # The body that asks for the rest.
+    parsed: ParsedBody
+    rest_of: RestOf
 
 
 @dataclass(slots=True)
@@ -69,6 +84,8 @@ class RequestContext:
     # The result of the prefill stage, for the decode stage.
     handover: Handover | None = None
     keep_alive: KeepAlive | None = None
+    # None unless a stream of this request broke and another backend is asked for the rest.
+    continuation: Continuation | None = None
 
     def begin_trace(self, sampler: Sampler) -> None:
         """Begin the trace, once. Only a trusted client may choose the trace id."""
@@ -133,7 +150,7 @@ class RequestContext:
 def make_request(
     context: RequestContext, parsed: ParsedBody, target: Target, request_id: str, estimator: Estimator
 ) -> Request:
-    """Returns the request for the scheduler, and adds its class and its size to the record."""
+    """Returns the request for the scheduler, and adds its class to the record."""
     record, facts, identity = context.record, parsed.facts, context.rules.identity
     assert record.arrived_s is not None
     head, names = context.head, (target.requested, target.model)
@@ -154,7 +171,6 @@ def make_request(
     computes = context.route.computes
     if context.route.work is not Work.GENERATES:
         prompt_tokens, output_tokens = prompt_tokens if computes else 1, 0
-    record.expected_prompt_tokens = prompt_tokens
     prefix: tuple[int, ...] = ()
     prefix_tokens = 0.0
     if parsed.chain is not None and computes:

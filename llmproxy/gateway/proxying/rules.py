@@ -16,6 +16,7 @@ from llmproxy.gateway.http.client_address import Clients
 from llmproxy.gateway.http.cors import Cors
 from llmproxy.gateway.http.errors import Failure
 from llmproxy.gateway.http.routes import BodyKind, Route
+from llmproxy.gateway.proxying.continued.rule import KINDS
 from llmproxy.gateway.proxying.relay import Relay
 from llmproxy.gateway.proxying.split.release import Releaser
 from llmproxy.gateway.request.auth import Keys
@@ -44,6 +45,8 @@ class Rules:
     cors: Cors | None
     connector: KvConnector
     releaser: Releaser
+    # The kinds of bodies whose streams go on at another backend when theirs fails.
+    continues: frozenset[BodyKind]
 
     @classmethod
     def build(cls, config: Config, upstream: Upstream) -> Rules:
@@ -64,6 +67,7 @@ class Rules:
             Cors.from_config(config),
             connector,
             Releaser(upstream, config, connector),
+            KINDS if config.retry.continue_ != "off" else frozenset(),
         )
 
     async def read(self, route: Route, http: web.BaseRequest, body: bytes) -> ParsedBody:

@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from llmproxy.core.domain import Usage
-from llmproxy.gateway.proxying.error_words import error_in
+from llmproxy.gateway.proxying.error_words import ABORTED, error_in
 
 BUFFERED_BYTES_MAX = 1024 * 1024
 USAGE_TAIL_BYTES = 64 * 1024
@@ -29,6 +29,7 @@ _BOM = b"\xef\xbb\xbf"
 _ERROR = re.compile(rb'\{\s*"(?:error"\s*:(?!\s*null\b)|(?:type|object)"\s*:\s*"(?:error|response\.failed)")')
 _ERROR_BYTES_MAX = 64 * 1024
 _ERROR_MEMBER = b'"error"'
+_ABORT = b'"abort"'
 _SOME_CHOICE = re.compile(rb'"choices"\s*:\s*\[\s*\{')
 _MARK = re.compile(rb'["{}\[\]]')
 # A reversed string. A quote inside the string is followed by an odd number of backslashes there.
@@ -49,12 +50,17 @@ _ACCEPTED_EVENTS = frozenset({b"response.created", b"response.queued", b"respons
 
 
 class StreamTap:
-    """Reads one event stream. With `hide_usage` it removes the usage event that the engine sends at the end."""
+    """Reads one event stream. With `hide_usage` it removes the usage event that the engine sends at the end.
+
+    With `holds` it returns whole events only, and keeps an error event and everything after it in `held_back`, so that
+    another stream can go on after the returned bytes.
+    """
 
     __slots__ = (
         "_first_usage",
         "_handed_bytes",
         "_hide_usage",
+        "_holds",
         "_last",
         "_last_usage",
         "_partial",
@@ -64,11 +70,13 @@ class StreamTap:
         "error",
         "error_first",
         "error_seen",
+        "error_sent",
         "first_event_complete",
         "first_token_seen",
+        "held_back",
     )
 
-    def __init__(self, hide_usage: bool = False) -> None:
+    def __init__(self, hide_usage: bool = False, holds: bool = False) -> None:
         # A whole event or comment was seen.
         self.first_event_complete = False
         # An event was seen that is neither an error nor an acknowledgement.
@@ -76,12 +84,16 @@ class StreamTap:
         # The first event with data was an error.
         self.error_first = False
         self.error_seen = False
+        # Whether the client has got an error event, although the tap holds errors back.
+        self.error_sent = False
         # The data of the last error event.
         self.error = b""
         self.done_seen = False
         # The number of events with data, without comments and `[DONE]`.
         self.data_events = 0
+        self.held_back = bytearray()
         self._hide_usage = hide_usage
+        self._holds = holds
         self._first_usage: dict[str, Any] = {}
         self._last = b""  # The last event that was relayed unread.
         self._last_usage: dict[str, Any] = {}
@@ -105,9 +117,11 @@ class StreamTap:
         if (
             not self._partial
             and self.first_token_seen
+            and not self.error_seen
             and data.startswith(_ORDINARY)
             and data.find(b"\n\n") == len(data) - 2
             and b'"usage"' not in data
+            and _ABORT not in data
         ):
             self.data_events += 1
             self._last = data
@@ -126,6 +140,9 @@ class StreamTap:
             self._partial.clear()
             return b""
         self._handed_bytes = len(self._partial)
+        if self._holds and self.error_seen and not self.error_sent:
+            self.held_back += rest
+            return b""
         return rest
 
     def _feed_slowly(self, data: bytes) -> bytes:
@@ -142,7 +159,11 @@ class StreamTap:
             if returns and self._hide_usage and end == len(buffer) and event.endswith(b"\r") and _USAGE in event:
                 # The line feed that belongs to the last carriage return may still come.
                 break
-            if not self._note(event) or handed:
+            hidden = self._note(event)
+            if self._holds and self.error_seen and not handed:
+                if not hidden and len(self.held_back) <= BUFFERED_BYTES_MAX:
+                    self.held_back += event
+            elif not hidden or handed:
                 out.append(event[handed:])
             elif event.startswith((b"\r", b"\n")):
                 # Blank lines before a hidden event end the event before it.
@@ -150,7 +171,7 @@ class StreamTap:
             start = search_from = end
             handed = 0
         del buffer[:start]
-        if handed or not (self._hide_usage and self._may_be_usage(max(0, known - start))):
+        if handed or not (self._holds_part() or (self._hide_usage and self._may_be_usage(max(0, known - start)))):
             out.append(bytes(buffer[handed:]))
             handed = len(buffer)
             if handed > BUFFERED_BYTES_MAX:
@@ -159,6 +180,10 @@ class StreamTap:
                 handed = len(buffer)
         self._handed_bytes = handed
         return out[0] if len(out) == 1 else b"".join(out)
+
+    def _holds_part(self) -> bool:
+        """Whether the incomplete event is held until it is complete."""
+        return self._holds and len(self._partial) <= BUFFERED_BYTES_MAX
 
     def _may_be_usage(self, known: int) -> bool:
         """Whether the incomplete event may be the usage event.
@@ -190,6 +215,7 @@ class StreamTap:
             name in _ERROR_EVENTS
             or _ERROR.match(payload) is not None
             or (_ERROR_MEMBER in payload and error_in(payload) is not None)
+            or (self._holds and _ABORT in payload and ABORTED.search(payload) is not None)
         )
         if error:
             self.error_seen = True
@@ -210,7 +236,7 @@ class StreamTap:
         """Look for an error in the last event, which was relayed unread. An error is always the last event."""
         last, self._last = self._last[5:].strip(), b""
         if _ERROR_MEMBER in last and error_in(last) is not None:
-            self.error_seen, self.error = True, last[:_ERROR_BYTES_MAX]
+            self.error_seen, self.error_sent, self.error = True, True, last[:_ERROR_BYTES_MAX]
 
 
 class EncodedTap(StreamTap):

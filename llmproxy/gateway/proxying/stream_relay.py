@@ -125,6 +125,8 @@ class StreamRelay(ResponseRelay):
         self._lease.apply(Committed(self._lease.grant.lease), now)
         attempt.enter(AttemptState.STREAMING)
         self._client.commit(exchange.status, exchange.reason, event_fields(exchange))
+        if self._call.rest_of is not None and self._client.paused:
+            exchange.pause()
         self._reported_s = self._call.last_byte_s = now
         self._reports.add(self)
         first, self.first = self.first, b""

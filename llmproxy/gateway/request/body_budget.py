@@ -64,11 +64,13 @@ class BufferedBody:
         self.on_refused: Callable[[], None] | None = None
 
     def add_whole(self, size: int) -> bool:
-        """Counts a body of `size` bytes that arrived in one piece. Returns False if it does not fit."""
+        """Counts a body of `size` bytes that arrived in one piece, or `size` more bytes of a request. Returns False if
+        they do not fit.
+        """
         budget = self._budget
         if budget.buffered_bytes - budget.arriving_bytes + size > budget.bytes_max:
             return False
-        self.size = size
+        self.size += size
         budget.buffered_bytes += size
         budget.make_room(budget.bytes_max)
         return True

@@ -105,10 +105,10 @@ class BodyReader:
     async def read(self, body: bytes, kind: BodyKind, content_type: str = "") -> ParsedBody:
         """Reads one body; forms need `content_type`. Raises BadBody. The loop is never blocked for more than 10 ms."""
         if kind is BodyKind.FORM:
-            return await self._in_turns(read_form(body, content_type, self._session_members))
+            return await self.in_turns(read_form(body, content_type, self._session_members))
         if parses_at_once(body):
             return await self._small(body, kind)
-        return await self._in_turns(read_large(body, kind, self._prefixes, self._session_members))
+        return await self.in_turns(read_large(body, kind, self._prefixes, self._session_members))
 
     async def _small(self, body: bytes, kind: BodyKind) -> ParsedBody:
         if not self._prefixes:
@@ -120,7 +120,8 @@ class BodyReader:
             await asyncio.sleep(0)
         return _of_fields(fields, body, kind, self._session_members, prompt_chain(fields, kind))
 
-    async def _in_turns(self, slices: Slices[T]) -> T:
+    async def in_turns(self, slices: Slices[T]) -> T:
+        """Returns the result of a sliced computation, during which the loop runs other work. Raises its exceptions."""
         while True:
             async with self._turns:
                 until_s = time.perf_counter() + TURN_S

@@ -89,7 +89,9 @@ def is_media(head: bytes) -> bool:
     return _MEDIA.match(head) is not None
 
 
-def scan_members(body: bytes, wanted: Collection[str], slice_bytes: int = SLICE_BYTES) -> Slices[dict[str, Member]]:
+def scan_members(
+    body: bytes, wanted: Collection[str] | None, slice_bytes: int = SLICE_BYTES
+) -> Slices[dict[str, Member]]:
     """Like `scan_every`, but returns one value for each name found: the last one if the name is repeated, because the
     engine uses the last one too.
     """
@@ -97,13 +99,14 @@ def scan_members(body: bytes, wanted: Collection[str], slice_bytes: int = SLICE_
 
 
 def scan_every(
-    body: bytes, wanted: Collection[str], slice_bytes: int = SLICE_BYTES
+    body: bytes, wanted: Collection[str] | None, slice_bytes: int = SLICE_BYTES
 ) -> Slices[list[tuple[str, Member]]]:
     """Find the values of the `wanted` top-level names of the JSON object in `body`, in order, with repeated names.
+    None wants all names.
 
     Yields after at most about `slice_bytes` of work. Raises BadBody if `body` is no well-formed object.
     """
-    names = {name.encode(): name for name in wanted}
+    names = None if wanted is None else {name.encode(): name for name in wanted}
     found: list[tuple[str, Member]] = []
     at = yield from _run(_WHITESPACE, body, 0, slice_bytes)
     if at == len(body):
@@ -165,15 +168,16 @@ def _byte(body: bytes, at: int, inside: str) -> bytes:
     return byte
 
 
-def _name(body: bytes, key: Member, names: dict[bytes, str]) -> str | None:
+def _name(body: bytes, key: Member, names: dict[bytes, str] | None) -> str | None:
     """Returns the wanted name that a JSON key spells; None for any other key."""
-    if key.end - key.start > KEY_BYTES_MAX:
+    if key.end - key.start > KEY_BYTES_MAX and names is not None:
         return None
     raw = body[key.start + 1 : key.end - 1]
-    if b"\\" not in raw:
+    if names is not None and b"\\" not in raw:
         return names.get(raw)
     try:
-        return names.get(orjson.loads(body[key.start : key.end]).encode())
+        name: str = orjson.loads(body[key.start : key.end])
+        return name if names is None else names.get(name.encode())
     except orjson.JSONDecodeError:
         raise _broken("a member name has a bad escape", key.start) from None
 

@@ -50,7 +50,7 @@ FALSE = frozenset({"false", "0", "off", "no", "f", "n", ""})
 _CLOSES = re.compile(rb"\s*\}")
 _PRIORITISED = frozenset({BodyKind.CHAT, BodyKind.COMPLETION, BodyKind.RESPONSES})
 
-_Edit = tuple[int, int, bytes]
+Edit = tuple[int, int, bytes]
 """Start, end and new content of a stretch of the body."""
 
 
@@ -144,7 +144,7 @@ class ParsedBody:
         if not self.body:
             return Spliced(())
         params = dict.fromkeys(TRANSFER, b"null") | ({} if transfer is None else {KV_TRANSFER: transfer})
-        edits: list[_Edit] = []
+        edits: list[Edit] = []
         given: list[Member] = []
         for name, one in self.guarded:
             if name in params:
@@ -177,9 +177,9 @@ class ParsedBody:
             # A streaming body has the member `stream`, so it is not empty.
             last = b"" if not self.facts.stream and _CLOSES.match(self.body, start) else b","
             edits.append((start, start, b",".join(added) + last))
-        return Spliced(_spliced(self.body, sorted(edits)), usage is not None)
+        return Spliced(spliced(self.body, sorted(edits)), usage is not None)
 
-    def _alone(self, edits: list[_Edit], added: list[bytes]) -> None:
+    def _alone(self, edits: list[Edit], added: list[bytes]) -> None:
         """Adds the edits that ask for the prompt and one token."""
         limits = LIMITS[self.kind]
         members = drain(scan_members(self.body, (*PROMPT_ALONE, *limits))) if self.members is None else self.members
@@ -205,7 +205,7 @@ class ParsedBody:
             asked["continuous_usage_stats"] = False
         return orjson.dumps(asked)
 
-    def _set(self, name: str, value: bytes, edits: list[_Edit], added: list[bytes]) -> None:
+    def _set(self, name: str, value: bytes, edits: list[Edit], added: list[bytes]) -> None:
         """Replace the value of the top-level member `name`, or add the member."""
         found = self._member(name)
         if found is None:
@@ -218,7 +218,8 @@ class ParsedBody:
         return members.get(name)
 
 
-def _spliced(body: bytes, edits: list[_Edit]) -> tuple[bytes | memoryview, ...]:
+def spliced(body: bytes, edits: list[Edit]) -> tuple[bytes | memoryview, ...]:
+    """Returns the pieces of `body` with these edits, which are in order and do not overlap."""
     if not edits:
         return (body,)
     view = memoryview(body)

@@ -20,7 +20,7 @@ from llmproxy.gateway.request.parsed_body import LIMITS, ParsedBody
 _WRITTEN = frozenset({BodyKind.CHAT, BodyKind.COMPLETION, BodyKind.RESPONSES, BodyKind.MESSAGES})
 """Bodies into which the limit of an answer is written if they have none."""
 _BATCH = "/v1/chat/completions/batch"
-_COMPLETION_TOKENS = 16
+COMPLETION_TOKENS = 16
 """vLLM's limit for a completion without `max_tokens`. If `max_tokens` is null, only the context limits it."""
 
 
@@ -67,7 +67,7 @@ class RequestLimits:
                 _refuse(f"{asks}: ask for less.", name)
         if given or parsed.kind not in _WRITTEN:
             return parsed
-        if parsed.kind is BodyKind.COMPLETION and most >= _COMPLETION_TOKENS and not parsed.has("max_tokens"):
+        if parsed.kind is BodyKind.COMPLETION and most >= COMPLETION_TOKENS and not parsed.has("max_tokens"):
             return parsed
         context = target.context_tokens
         # An engine refuses a limit that exceeds its context after the prompt. Without a limit, it stops at the context.

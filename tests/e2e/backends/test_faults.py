@@ -151,8 +151,8 @@ async def test_a_backend_may_say_itself_when_to_come_back() -> None:
 
 async def test_a_request_that_waits_in_a_lost_engine_is_served_by_another() -> None:
     one_at_a_time = replace(FAST, max_num_seqs=1)
-    look_ahead = {"look_ahead": 2}
-    async with serving(one_at_a_time, FAST, fixed_limit=1, scheduling=look_ahead) as proxy:
+    options: dict[str, Any] = {"scheduling": {"look_ahead": 2}, "retry": {"continue": "off"}}
+    async with serving(one_at_a_time, FAST, fixed_limit=1, **options) as proxy:
         proxy.replicas[1].faults.set("refuse")
         await until(lambda: proxy.app.pools.backends["b1"].health.down)
         async with proxy.stream() as running:

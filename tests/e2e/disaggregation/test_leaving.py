@@ -252,7 +252,7 @@ async def test_a_drained_prefill_replica_waits_until_its_prompts_are_fetched() -
 
 
 async def test_a_broken_stream_ends_with_one_error_event() -> None:
-    async with split() as proxy, proxy.stream(ENDLESS) as stream:
+    async with split(retry={"continue": "off"}) as proxy, proxy.stream(ENDLESS) as stream:
         await stream.content.readuntil(b"\n\n")
         proxy.replicas[1].faults.set("engine_dead")
         received = bytearray()

@@ -1,0 +1,1 @@
+"""Streams that break, and go on at another backend."""

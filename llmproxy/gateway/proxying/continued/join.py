@@ -1,0 +1,125 @@
+"""Joins the rest of a stream to the part that the client has got, so that both look like one answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from msgspec import Struct
+
+from llmproxy.gateway.http.errors import error_body
+from llmproxy.gateway.http.routes import Dialect
+from llmproxy.gateway.proxying.continued.rule import Rest
+from llmproxy.gateway.proxying.continued.sent import Sent
+from llmproxy.gateway.proxying.sse import StreamTap
+
+MARK = b": continued\n\n"
+"""A comment at the place where the rest begins. Clients ignore comments."""
+
+
+class RestOf(Struct, frozen=True):
+    """The part of an answer that the client has, and the request for the rest."""
+
+    sent: Sent
+    rest: Rest
+    # When the total time limit of the answer is over, on the loop's clock.
+    end_s: float
+
+
+class JoinedTap(StreamTap):
+    """Reads the rest of a stream, and changes its events: same id, no second role, usage of the whole answer."""
+
+    __slots__ = ("_begun", "_rest", "_sent", "_space")
+
+    def __init__(self, hide_usage: bool, rest_of: RestOf) -> None:
+        super().__init__(hide_usage, holds=True)
+        self._sent, self._rest, self._space = rest_of.sent, rest_of.rest, rest_of.rest.space
+        self._begun = False
+
+    def feed(self, data: bytes) -> bytes:
+        return self._joined(super().feed(data))
+
+    def flush(self) -> bytes:
+        return self._joined(super().flush())
+
+    def _joined(self, events: bytes) -> bytes:
+        """Changes whole events."""
+        if not events:
+            return b""
+        out = [] if self._begun else [MARK]
+        self._begun = True
+        for event in events.replace(b"\r\n", b"\n").split(b"\n\n"):
+            if event.startswith(b"data:") and not event.endswith(b"[DONE]"):
+                out.append(self._event(event[5:]))
+            elif event.strip():
+                out.append(event + b"\n\n")
+        return b"".join(out)
+
+    def _event(self, payload: bytes) -> bytes:
+        """Returns a changed event; nothing if the client has all of it already."""
+        try:
+            event = orjson.loads(payload)
+            event |= {name: value for name, value in self._sent.head.items() if name in event}
+            begun = bool(event["choices"])
+            event["choices"] = [choice for choice in event["choices"] if self._keeps(choice)]
+            if event.get("usage"):
+                self._add(event["usage"])
+            elif begun and not event["choices"]:
+                return b""
+            if self._sent.prompt_ids:
+                event.pop("prompt_token_ids", None)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            # With this status no other backend is asked, because it would answer likewise.
+            self.error = error_body(Dialect.OPENAI, 400, f"The rest does not go on with the answer: {error}")
+            self.error_seen = True
+            self.held_back += b"data: " + self.error + b"\n\n"
+            return b""
+        return b"data: " + orjson.dumps(event) + b"\n\n"
+
+    def _keeps(self, choice: dict[str, Any]) -> bool:
+        """Removes the parts of a choice that the client has. Returns whether something is left."""
+        sent = self._sent
+        delta = choice.get("delta", choice)
+        if delta is not choice and delta.get("role"):
+            if choice["index"] in sent.roles:
+                del delta["role"]
+            sent.roles.add(choice["index"])
+        if delta is not choice and not sent.empty and (delta.get("reasoning") or delta.get("reasoning_content")):
+            raise ValueError("it begins to reason")
+        if sent.prompt_ids and delta is choice:
+            choice["prompt_token_ids"] = None
+        if self._rest.text_ended:
+            if choice.get("finish_reason") is None or sent.finished:
+                return False
+            delta |= {name: "" for name in ("text", "content") if name in delta}
+            choice["finish_reason"], choice["token_ids"] = "length", None
+            return True
+        if self._space:
+            self._remove_space(delta)
+        if delta is choice or choice.get("token_ids") or choice.get("finish_reason") is not None:
+            return True
+        return any(delta.values())
+
+    def _remove_space(self, delta: dict[str, Any]) -> None:
+        """Removes white space that the client has got already."""
+        name = "text" if "text" in delta else "content"
+        text = delta.get(name) or ""
+        while text and self._space and text[0] == self._space[0]:
+            text, self._space = text[1:], self._space[1:]
+        if text:
+            self._space = ""
+        if name in delta:
+            delta[name] = text
+
+    def _add(self, usage: dict[str, Any]) -> None:
+        """Changes the usage of the rest to the usage of the whole answer: the text so far is no part of the prompt."""
+        rest, sent = self._rest, self._sent
+        usage["prompt_tokens"] -= rest.tokens
+        if sent.finished:
+            usage["completion_tokens"] = sent.tokens + sent.held_tokens
+        else:
+            usage["completion_tokens"] = rest.tokens + (0 if rest.text_ended else usage["completion_tokens"])
+        usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
+        details = usage.get("prompt_tokens_details")
+        if details and details.get("cached_tokens"):
+            details["cached_tokens"] = min(details["cached_tokens"], usage["prompt_tokens"])

@@ -1,0 +1,190 @@
+"""Decides whether the rest of a broken answer may come from another backend, and writes the request for it.
+
+The rest must be text that one backend alone could have written. With token ids it is exact: the prompt and the answer
+so far are the new prompt. Without ids the text so far is the end of the new prompt, and the engine tokenises it again.
+A request whose client has got no token yet is sent again, unchanged.
+
+A grammar, a tool call, reasoning and log probabilities refer to the answer from its first token on, so an engine that
+gets only the rest would write other text. A member of the body that is unknown here may have such an effect too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any
+
+import orjson
+from msgspec import Struct
+
+from llmproxy.gateway.http.routes import BodyKind
+from llmproxy.gateway.proxying.continued.sent import Sent
+from llmproxy.gateway.request.json_scan import BadBody, Kind, Member, Slices, scan_members
+from llmproxy.gateway.request.parsed_body import LIMITS, Edit, spliced
+from llmproxy.gateway.request.request_limits import COMPLETION_TOKENS
+
+KINDS = frozenset({BodyKind.CHAT, BodyKind.COMPLETION})
+"""The kinds of bodies whose streams may be continued."""
+
+_VALUE_BYTES_MAX = 64 * 1024
+
+_CARRIED = frozenset({
+    "model", "messages", "prompt", "stream", "stream_options", "max_tokens", "max_completion_tokens", "min_tokens",
+    "temperature", "repetition_penalty", "top_p", "top_k", "min_p", "logit_bias", "bad_words", "allowed_token_ids",
+    "stop_token_ids", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "stop",
+    "tools", "parallel_tool_calls", "include_reasoning", "reasoning_effort", "chat_template", "chat_template_kwargs",
+    "documents", "add_special_tokens", "mm_processor_kwargs", "media_io_kwargs", "return_token_ids", "priority",
+    "cache_salt", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity",
+    "request_id", "session_id", "stream_interval", "length_penalty", "truncation_side", "top_logprobs",
+})  # fmt: skip
+"""Members that mean the same for the rest as for the whole answer, and the limits, which are reduced."""
+
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "logprobs": (False,),
+    "use_beam_search": (False,),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto", "none"),
+    "suffix": ("",),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "kv_transfer_params": (),
+    "ec_transfer_params": (),
+    "truncate_prompt_tokens": (-1,),
+    "modalities": (["text"],),
+}
+"""Members that forbid a continuation, unless they have one of these values or are null."""
+
+_COUNTING: Mapping[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "seed": (),
+    "include_stop_str_in_output": (False,),
+}
+"""Members whose effect depends on the tokens of the answer so far. Only `always` continues with other values."""
+
+
+class How(StrEnum):
+    """How the rest of an answer is asked for."""
+
+    ANEW = "anew"  # The same request: the client has got no token.
+    IDS = "ids"  # Prompt and answer so far as token ids.
+    TEXT = "text"  # Prompt and answer so far as text.
+
+
+class NotContinued(Exception):  # noqa: N818 - a reason, not an error of this code
+    """The rest of an answer may not come from another backend. The text is the reason, for the log."""
+
+
+class Rest(Struct, frozen=True):
+    """The request for the rest of an answer."""
+
+    how: How
+    body: bytes
+    # White space at the end of the text so far, which the engine may write again. Templates remove it from a message.
+    space: str
+    # The number of tokens of the answer that the prompt of the rest contains.
+    tokens: int
+    # Whether the client has got the whole text, and only the end of the stream and its usage are missing. The engine is
+    # asked for one token more, which is not relayed.
+    text_ended: bool = False
+
+
+def write_rest(body: bytes, kind: BodyKind, sent: Sent, limit: int | None, *, always: bool = False) -> Slices[Rest]:
+    """Returns the request for the rest of the answer to `body`. The client has got `sent`.
+
+    A generator: it yields after at most about 2 ms of work. `limit` is the longest answer in tokens, None without a
+    limit. `always` accepts members of `_COUNTING` too. Raises NotContinued.
+    """
+    if kind not in KINDS:
+        raise NotContinued(f"answers of the kind `{kind}` are not continued")
+    if sent.empty:
+        return Rest(How.ANEW, body, sent.text, 0)
+    if sent.other:
+        raise NotContinued(f"the answer has more than text: {sent.other}")
+    try:
+        members: Mapping[str, Member] = yield from scan_members(body, None)
+    except BadBody:
+        raise NotContinued("the body of the request is not valid JSON") from None
+    _check(body, members, always)
+    how, tokens, space, edits = How.TEXT, sent.tokens, "", list[Edit]()
+    if kind is BodyKind.CHAT:
+        text = sent.text.rstrip()
+        space, tokens = sent.text[len(text) :], tokens - sent.space_tokens
+        edits += _chat(members, text)
+    else:
+        limit = COMPLETION_TOKENS if limit is None else limit
+        how, edit = _completion(body, members, sent)
+        edits.append(edit)
+    left = None if limit is None else limit - tokens
+    text_ended = sent.finished or (left is not None and left <= 0)
+    edits += _limits(body, members, kind, tokens, 1 if text_ended else left)
+    return Rest(how, b"".join(spliced(body, sorted(edits))), space, tokens, text_ended)
+
+
+def _check(body: bytes, members: Mapping[str, Member], always: bool) -> None:
+    """Raise NotContinued for a member that forbids a continuation."""
+    for name, member in members.items():
+        if name in _CARRIED:
+            continue
+        if member.end - member.start > _VALUE_BYTES_MAX:
+            raise NotContinued(f"the request has `{name}`")
+        value = orjson.loads(body[member.start : member.end])
+        neutral = _NEUTRAL.get(name, _COUNTING.get(name))
+        if neutral is None:
+            raise NotContinued(f"the request has `{name}`, which is not known to allow it")
+        # `logprobs: 0` asks for log probabilities, `logprobs: false` does not, and 0 == False.
+        allowed = value is None or any(
+            value == one and isinstance(one, bool) is isinstance(value, bool) for one in neutral
+        )
+        if not allowed and not (always and name in _COUNTING):
+            raise NotContinued(f"the request has `{name}`")
+
+
+def _limits(body: bytes, members: Mapping[str, Member], kind: BodyKind, tokens: int, left: int | None) -> list[Edit]:
+    """Returns the edits that limit the answer to `left` tokens, and that reduce `min_tokens` by `tokens`."""
+    edits = []
+    given = [members[name] for name in LIMITS[kind] if name in members]
+    if left is not None:
+        edits += [(member.start, member.end, b"%d" % left) for member in given]
+        if not given:
+            start = body.index(b"{") + 1
+            edits.append((start, start, b'"%b":%d,' % (LIMITS[kind][-1].encode(), left)))
+    least = members.get("min_tokens")
+    if least is not None:
+        value = orjson.loads(body[least.start : least.end])
+        if type(value) is int:
+            rest = max(0, value - tokens) if left is None else min(left, max(0, value - tokens))
+            edits.append((least.start, least.end, b"%d" % rest))
+    return edits
+
+
+def _chat(members: Mapping[str, Member], text: str) -> list[Edit]:
+    """Returns the edits that append the text so far as the message to go on with."""
+    messages = members["messages"]
+    if messages.kind is not Kind.ARRAY or not messages.objects:
+        raise NotContinued("the request has no list of messages")
+    part = orjson.dumps({"role": "assistant", "content": text})
+    edits = [(messages.end - 1, messages.end - 1, b"," + part)]
+    for name, value in (("continue_final_message", b"true"), ("add_generation_prompt", b"false")):
+        if name in members:
+            edits.append((members[name].start, members[name].end, value))
+        else:
+            edits.append((messages.end, messages.end, b',"%b":%b' % (name.encode(), value)))
+    return edits
+
+
+def _completion(body: bytes, members: Mapping[str, Member], sent: Sent) -> tuple[How, Edit]:
+    """Returns how the prompt of a completion is continued, and the edit for it."""
+    prompt, stop = members["prompt"], members.get("stop")
+    # An engine that looks for a stop string holds text back, but not its ids.
+    stops = stop is not None and body[stop.start : stop.end] not in (b"null", b"[]")
+    if sent.ids and sent.prompt_ids and not stops:
+        return How.IDS, (prompt.start, prompt.end, orjson.dumps(sent.prompt_ids + sent.ids))
+    if prompt.strings != 1 or prompt.objects:
+        raise NotContinued("the prompt is token ids, and the ids of the answer are unknown")
+    end = body.rindex(b'"', prompt.start, prompt.end)
+    return How.TEXT, (end, end, orjson.dumps(sent.text)[1:-1])

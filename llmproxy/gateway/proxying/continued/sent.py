@@ -1,0 +1,104 @@
+"""Reads from the bytes of a broken stream how far the answer had come."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct
+
+from llmproxy.gateway.proxying.answers import parsed_events
+from llmproxy.gateway.request.json_scan import Slices
+
+_HEAD = ("id", "created", "model", "system_fingerprint")
+
+
+class Sent(Struct):
+    """The part of a chat or completion stream that the client has got. Only whole events count."""
+
+    # The members that are equal in all events of a stream, such as `id`.
+    head: dict[str, Any] = {}
+    text: str = ""
+    # The number of tokens of `text`, and of the white space at its end. There is an event for one token or a few.
+    tokens: int = 0
+    space_tokens: int = 0
+    # The number of tokens after `text`, of a character that is not complete.
+    held_tokens: int = 0
+    # The ids of the prompt and of `text`; None unless the client asked the engine for them.
+    prompt_ids: list[int] | None = None
+    ids: list[int] | None = None
+    # The choices whose role was sent.
+    roles: set[int] = set()
+    # Whether the end of the text was sent.
+    finished: bool = False
+    # The first part of the answer that is no text: a tool call, reasoning, log probabilities, a second choice.
+    other: str = ""
+
+    @property
+    def empty(self) -> bool:
+        """Whether the client has got no text but white space, so that the answer can begin again."""
+        return not (self.tokens - self.space_tokens or self.finished or self.other)
+
+
+def read_sent(raw: bytes) -> Slices[Sent | None]:
+    """Reads the events that the client has got. Returns None if they have another shape.
+
+    A generator: it yields every few events, so that no step takes more than 2 ms.
+    """
+    sent = Sent(head={}, roles=set())
+    text: list[str] = []
+    # Ids and tokens since the last text. The engine also holds back a character that is not complete.
+    ids: list[int] = []
+    new_ids: list[int] = []
+    try:
+        for events in parsed_events(raw):
+            for event in events:
+                sent.head = sent.head or {name: event[name] for name in _HEAD if name in event}
+                sent.prompt_ids = sent.prompt_ids or _prompt_ids(event)
+                for choice in event["choices"]:
+                    piece = _text_of(choice, sent)
+                    if piece is None:
+                        continue
+                    text.append(piece)
+                    own_ids = choice.get("token_ids") or ()
+                    new_ids += own_ids
+                    sent.held_tokens += max(1, len(own_ids))
+                    if piece:
+                        sent.tokens += sent.held_tokens
+                        sent.space_tokens = 0 if piece.strip() else sent.space_tokens + sent.held_tokens
+                        ids += new_ids
+                        new_ids, sent.held_tokens = [], 0
+                        # The last of several ids may end inside a character.
+                        sent.ids = ids if len(own_ids) == 1 else None
+            yield
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return None
+    sent.text = "".join(text)
+    return sent
+
+
+def _prompt_ids(event: dict[str, Any]) -> list[int] | None:
+    """The ids of the prompt, which a chat has in the event and a completion in the choice."""
+    for holder in (event, *event["choices"]):
+        if holder.get("prompt_token_ids"):
+            return list(holder["prompt_token_ids"])
+    return None
+
+
+def _text_of(choice: dict[str, Any], sent: Sent) -> str | None:
+    """Returns the text of a choice, None for an event without a token. Notes its end, and any part that is no text."""
+    delta = choice.get("delta", choice)
+    if delta is not choice:
+        for name, value in delta.items():
+            if name not in ("role", "content") and value:
+                sent.other = sent.other or name
+    for name in ("logprobs", "prompt_logprobs"):
+        if choice.get(name):
+            sent.other = sent.other or name
+    text: str = delta.get("content" if delta is not choice else "text") or ""
+    if choice["index"] != 0 and text:
+        sent.other = sent.other or "several choices"
+    sent.finished = sent.finished or choice.get("finish_reason") is not None
+    if delta.get("role") and not text:
+        sent.roles.add(choice["index"])
+        return None
+    return text

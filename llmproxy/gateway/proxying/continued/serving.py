@@ -1,0 +1,64 @@
+"""Asks another backend for the rest of a stream that broke."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from msgspec import structs
+
+from llmproxy.core.domain import Request
+from llmproxy.core.estimates.tokens import Estimator
+from llmproxy.gateway.proxying.call import Call
+from llmproxy.gateway.proxying.continued.join import RestOf
+from llmproxy.gateway.proxying.continued.rule import NotContinued, write_rest
+from llmproxy.gateway.proxying.continued.sent import read_sent
+from llmproxy.gateway.proxying.request_context import Continuation, RequestContext, make_request
+from llmproxy.scheduling.attempt import Attempt
+
+
+async def ask_rest(context: RequestContext, request: Request, attempt: Attempt, estimator: Estimator) -> Request | None:
+    """Returns the request for the rest of the stream that broke in `attempt`; None if the stream must end.
+
+    `request` is the request as it was first scheduled. The reason for an end is in the record.
+    """
+    record, target, call = context.record, context.target, context.call
+    if call is None or not call.holds:
+        return None
+    try:
+        continuation = await _prepare(context, call, attempt)
+    except NotContinued as reason:
+        record.not_continued = str(reason)
+        return None
+    assert target is not None
+    context.continuation, context.parsed = continuation, continuation.parsed
+    record.continued = continuation.rest_of.rest.how
+    rest = make_request(context, continuation.parsed, target, request.id, estimator)
+    left = max(1, request.output_tokens - continuation.rest_of.rest.tokens)
+    return structs.replace(rest, output_tokens=left, continued=True)
+
+
+async def _prepare(context: RequestContext, call: Call, attempt: Attempt) -> Continuation:
+    """Reads the part of the answer that the client has got, and writes the body that asks for the rest.
+
+    The loop is not blocked for more than about 2 ms. Raises NotContinued.
+    """
+    captured, config = context.captured, context.rules.config
+    reader = context.rules.body_reader
+    asked = context.parsed if context.continuation is None else context.continuation.asked
+    assert asked is not None
+    if captured is None or captured.chunks is None:
+        raise NotContinued("the answer is longer than the proxy keeps")
+    sent = await reader.in_turns(read_sent(b"".join(captured.chunks)))
+    if sent is None:
+        raise NotContinued("the events of the answer have an unknown shape")
+    always = config.retry.continue_ == "always"
+    rest = await reader.in_turns(write_rest(asked.body, asked.kind, sent, asked.facts.max_tokens, always=always))
+    parsed = asked
+    if rest.body is not asked.body:
+        if not context.buffered.add_whole(len(rest.body)):
+            raise NotContinued("the proxy keeps as many bytes of request bodies as it may")
+        parsed = await reader.read(rest.body, asked.kind)
+        if parsed.chain is not None and asked.chain is not None:
+            parsed = replace(parsed, chain=replace(parsed.chain, salt=asked.chain.salt))
+    end_s = (context.record.tried[0].granted_s or 0.0) + config.timeouts.total_s
+    return Continuation(asked, call, attempt, parsed, RestOf(sent, rest, end_s))

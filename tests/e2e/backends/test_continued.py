@@ -1,0 +1,140 @@
+"""A stream whose replica fails goes on at another replica, and its client reads one answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.e2e.proxies import CHAT, FAST, ProxyUnderTest, all_of, serving, until
+from tests.numbered import fault_in
+
+NUMBERED = replace(FAST, text="numbered")
+COMPLETIONS = "/v1/completions"
+TOKENS = 60
+LIMIT = {
+    "model": "base",
+    "stream": True,
+    "max_tokens": TOKENS,
+    "ignore_eos": True,
+    "stream_options": {"include_usage": True},
+}
+CHAT_BODY = LIMIT | {"messages": [{"role": "user", "content": "Count, please: é"}]}
+TEXT_BODY = LIMIT | {"prompt": "Count, please: é"}
+IDS_BODY = TEXT_BODY | {"return_token_ids": True}
+WAYS = {"chat": (CHAT, CHAT_BODY), "text": (COMPLETIONS, TEXT_BODY), "ids": (COMPLETIONS, IDS_BODY)}
+
+
+class Read:
+    """A stream as its client reads it."""
+
+    def __init__(self, events: list[bytes]) -> None:
+        self.comments = [event for event in events if event.startswith(b":")]
+        lines = [event[6:] for event in events if event.startswith(b"data: ")]
+        self.done = lines.count(b"[DONE]")
+        self.events: list[Any] = [json.loads(line) for line in lines if line != b"[DONE]"]
+        self.errors = [event for event in self.events if "error" in event]
+        choices = [choice for event in self.events for choice in event.get("choices", ())]
+        self.text = "".join(choice.get("text", choice.get("delta", {}).get("content", "")) or "" for choice in choices)
+        self.roles = sum("role" in choice.get("delta", ()) for choice in choices)
+        self.ends = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
+        self.ids = {event["id"] for event in self.events if "id" in event}
+        self.usage = [event["usage"] for event in self.events if event.get("usage")]
+
+
+async def read(proxy: ProxyUnderTest, path: str, body: object, **headers: str) -> Read:
+    async with proxy.stream(body, path, **headers) as answer:
+        assert answer.status == 200
+        return Read((await all_of(answer)).split(b"\n\n"))
+
+
+def tokens(usage: list[dict[str, Any]]) -> list[tuple[int, int, int]]:
+    return [(one["prompt_tokens"], one["completion_tokens"], one["total_tokens"]) for one in usage]
+
+
+async def read_broken(proxy: ProxyUnderTest, path: str, body: object, fault: str, **options: Any) -> Read:
+    """Reads streams until one of them met the fault, which only the first replica has."""
+    faults = proxy.replicas[0].faults
+    faults.set(fault, times=1, **options)
+    found = await read(proxy, path, body)
+    while faults.kind is not None:
+        found = await read(proxy, path, body)
+    return found
+
+
+def check(found: Read, undisturbed: Read) -> None:
+    """Both streams look alike, although one broke."""
+    assert fault_in(found.text) is None
+    assert found.text == undisturbed.text
+    assert found.errors == []
+    assert (found.done, found.ends, found.roles) == (1, undisturbed.ends, undisturbed.roles)
+    assert len(found.ids) == 1
+    assert tokens(found.usage) == tokens(undisturbed.usage)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("after_bytes", [0, 250, 700, 2000, 2111, 7003])
+async def test_a_reset_is_not_seen(way: str, after_bytes: int) -> None:
+    path, body = WAYS[way]
+    async with serving(NUMBERED, NUMBERED) as proxy:
+        undisturbed = await read(proxy, path, body)
+        check(await read_broken(proxy, path, body, "reset", after_bytes=after_bytes), undisturbed)
+        await proxy.settled()
+        assert set(proxy.outcomes()) == {"completed"}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("fault", ["engine_dead", "refuse", "hang", "frozen"])
+async def test_a_replica_that_fails_is_not_seen(way: str, fault: str) -> None:
+    path, body = WAYS[way]
+    async with serving(NUMBERED, NUMBERED, timeouts={"stall_s": 1.0, "first_byte_s": 3.0}) as proxy:
+        undisturbed = await read(proxy, path, body)
+        reading = [asyncio.create_task(read(proxy, path, body)) for _ in range(6)]
+        await until(lambda: all(replica.engine.busy for replica in proxy.replicas))
+        proxy.replicas[0].faults.set(fault)
+        for found in await asyncio.gather(*reading):
+            check(found, undisturbed)
+        if fault == "frozen":
+            proxy.replicas[0].faults.clear()
+        await proxy.settled()
+        assert set(proxy.outcomes()) == {"completed"}
+
+
+@pytest.mark.parametrize(
+    "member",
+    [{"response_format": {"type": "json_object"}}, {"logprobs": True}, {"n": 2}, {"seed": 1}, {"new_member": 1}],
+)
+async def test_an_answer_that_must_not_go_on_ends_with_one_error(member: dict[str, Any]) -> None:
+    async with serving(NUMBERED, NUMBERED) as proxy:
+        found = await read_broken(proxy, CHAT, CHAT_BODY | member, "reset", after_bytes=2000)
+        assert len(found.errors) == 1
+        assert "The stream broke" in found.errors[0]["error"]["message"]
+        await proxy.settled()
+        assert proxy.outcomes()["broken_stream"] == 1
+
+
+async def test_off_ends_the_stream_with_an_error() -> None:
+    async with serving(NUMBERED, NUMBERED, retry={"continue": "off"}) as proxy:
+        found = await read_broken(proxy, CHAT, CHAT_BODY, "reset", after_tokens=8)
+        assert len(found.errors) == 1
+        await proxy.settled()
+        assert proxy.outcomes()["broken_stream"] == 1
+
+
+async def test_always_continues_with_penalties() -> None:
+    body = CHAT_BODY | {"presence_penalty": 0.5}
+    async with serving(NUMBERED, NUMBERED, retry={"continue": "always"}) as proxy:
+        undisturbed = await read(proxy, CHAT, body)
+        check(await read_broken(proxy, CHAT, body, "reset", after_bytes=2000), undisturbed)
+
+
+@pytest.mark.parametrize("limit", [1, 7, 8, 9])
+async def test_the_limit_of_tokens_holds_for_the_whole_answer(limit: int) -> None:
+    body = CHAT_BODY | {"max_tokens": limit}
+    async with serving(NUMBERED, NUMBERED) as proxy:
+        undisturbed = await read(proxy, CHAT, body)
+        assert undisturbed.usage[0]["completion_tokens"] == limit
+        check(await read_broken(proxy, CHAT, body, "reset", after_tokens=min(8, limit)), undisturbed)

@@ -1,0 +1,128 @@
+"""A stream that breaks at any byte, and goes on elsewhere, is one answer for its client."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmproxy.gateway.http.routes import BodyKind
+from llmproxy.gateway.proxying.continued.join import MARK, JoinedTap, RestOf
+from llmproxy.gateway.proxying.continued.rule import How, Rest, write_rest
+from llmproxy.gateway.proxying.continued.sent import Sent, read_sent
+from llmproxy.gateway.proxying.sse import StreamTap
+from llmproxy.gateway.request.json_scan import drain
+from tests.gateway.proxying.continued.engines import PIECES, PROMPT_TOKENS, events
+
+CHAT, COMPLETION = BodyKind.CHAT, BodyKind.COMPLETION
+TEXT = "".join(PIECES)
+BODIES = {
+    CHAT: b'{"model":"tiny","stream":true,"messages":[{"role":"user","content":"go"}],"max_tokens":%d}',
+    COMPLETION: b'{"model":"tiny","stream":true,"prompt":"go","max_tokens":%d}',
+}
+
+
+def answered(kind: BodyKind, body: bytes, *, usage: bool, ids: bool) -> list[bytes]:
+    """Returns the events of an engine that gets the request for the rest. It knows the answer by its beginning."""
+    fields = orjson.loads(body)
+    if kind is CHAT:
+        last = fields["messages"][-1]
+        text = last["content"] if last["role"] == "assistant" else ""
+        assert (last["role"] == "assistant") is fields.get("continue_final_message", False)
+    elif isinstance(fields["prompt"], str):
+        text = fields["prompt"].removeprefix("go")
+    else:
+        text = "".join(PIECES[number - 100] for number in fields["prompt"][PROMPT_TOKENS:])
+    known = [number for number in range(len(PIECES) + 1) if "".join(PIECES[:number]) == text]
+    assert known, f"{text!r} is no beginning of the answer"
+    return events(kind, known[0], until=known[0] + fields["max_tokens"], usage=usage, ids=ids, name="the second")
+
+
+def fed(tap: StreamTap, data: bytes, sizes: list[int]) -> bytes:
+    """Feeds `data` in chunks of these sizes, over and over."""
+    out, at, turn = b"", 0, 0
+    while at < len(data):
+        size = sizes[turn % len(sizes)]
+        out += tap.feed(data[at : at + size])
+        at, turn = at + size, turn + 1
+    return out
+
+
+def broken_and_joined(
+    kind: BodyKind, cut: int, limit: int, sizes: list[int], *, usage: bool = True, ids: bool = False
+) -> tuple[bytes, How]:
+    """Returns the bytes for the client of a stream that is cut after `cut` bytes, and how the rest was asked for."""
+    body = BODIES[kind] % limit
+    whole = b"".join(events(kind, until=limit, usage=usage, ids=ids))
+    first = fed(StreamTap(holds=True), whole[:cut], sizes)
+    sent = drain(read_sent(first))
+    assert sent is not None
+    rest = drain(write_rest(body, kind, sent, limit))
+    tap = JoinedTap(False, RestOf(sent, rest, 0.0))
+    second = fed(tap, b"".join(answered(kind, rest.body, usage=usage, ids=ids)), sizes)
+    assert not tap.error_seen, tap.held_back
+    return first + second + tap.flush(), rest.how
+
+
+def parsed(raw: bytes) -> list[dict[str, Any]]:
+    assert raw.endswith(b"data: [DONE]\n\n")
+    lines = [line[6:] for line in raw.split(b"\n") if line.startswith(b"data: ")]
+    assert lines.count(b"[DONE]") == 1
+    return [orjson.loads(line) for line in lines[:-1]]
+
+
+@given(
+    kind=st.sampled_from([CHAT, COMPLETION]),
+    share=st.floats(0, 1, exclude_max=True),
+    limit=st.integers(1, len(PIECES) + 2),
+    sizes=st.lists(st.integers(1, 300), min_size=1, max_size=5),
+    usage=st.booleans(),
+    ids=st.booleans(),
+)
+def test_any_cut_gives_each_token_once(
+    kind: BodyKind, share: float, limit: int, sizes: list[int], usage: bool, ids: bool
+) -> None:
+    end = len(b"".join(events(kind, until=limit, usage=usage, ids=ids))) - len(b"data: [DONE]\n\n")
+    raw, _ = broken_and_joined(kind, int(share * end), limit, sizes, usage=usage, ids=ids)
+    found = parsed(raw)
+    choices = [choice for event in found for choice in event["choices"]]
+    text = "".join(choice.get("delta", choice).get("content" if kind is CHAT else "text") or "" for choice in choices)
+    assert text == "".join(PIECES[:limit])
+    assert sum("role" in choice.get("delta", ()) for choice in choices) == (kind is CHAT)
+    ends = [choice["finish_reason"] for choice in choices if choice.get("finish_reason")]
+    assert ends == ["stop" if limit >= len(PIECES) else "length"]
+    assert len({(event["id"], event["created"], event["model"]) for event in found}) == 1
+    counted = [event["usage"] for event in found if event.get("usage")]
+    tokens = min(limit, len(PIECES))
+    whole = {"prompt_tokens": PROMPT_TOKENS, "completion_tokens": tokens, "total_tokens": PROMPT_TOKENS + tokens}
+    assert counted == [whole] * usage
+
+
+@pytest.mark.parametrize(
+    ("kind", "ids", "tokens", "how"),
+    [
+        (CHAT, False, 0, How.ANEW),
+        (CHAT, False, 3, How.TEXT),
+        (CHAT, True, 3, How.TEXT),
+        (COMPLETION, False, 0, How.ANEW),
+        (COMPLETION, False, 3, How.TEXT),
+        (COMPLETION, True, 3, How.IDS),
+    ],
+)
+def test_the_way_depends_on_what_the_engine_tells(kind: BodyKind, ids: bool, tokens: int, how: How) -> None:
+    cut = len(b"".join(events(kind, ids=ids)[: tokens + (kind is CHAT)]))
+    raw, used = broken_and_joined(kind, cut, 100, [50], ids=ids)
+    assert used is how
+    assert raw.count(MARK) == 1
+
+
+def test_reasoning_in_the_rest_ends_the_stream_with_an_error() -> None:
+    tap = JoinedTap(False, RestOf(Sent(text="so far", tokens=2), Rest(How.TEXT, b"", "", 2), 0.0))
+    event = {"id": "x", "choices": [{"index": 0, "delta": {"reasoning": "hm"}}]}
+    assert tap.feed(b"data: " + orjson.dumps(event) + b"\n\n") == MARK
+    assert tap.error_seen
+    assert b"it begins to reason" in tap.held_back
+    assert tap.feed(b"data: [DONE]\n\n") == b""
