@@ -104,6 +104,11 @@ class RequestExit(Routing, kw_only=True, omit_defaults=True):
         return self.tried[-1] if self.tried else _NEVER_GRANTED
 
     @property
+    def first_byte_s(self) -> float | None:
+        """The time of the first body byte of a stream, which an earlier attempt may have sent if it was continued."""
+        return next((one.first_byte_s for one in self.tried if one.first_byte_s is not None), None)
+
+    @property
     def ended_s(self) -> float | None:
         """The time when the request ended, on the scheduler's clock."""
         return None if self.arrived_s is None else self.arrived_s + self.duration_s
@@ -123,11 +128,15 @@ class RequestExit(Routing, kw_only=True, omit_defaults=True):
 
     @property
     def backend_ttft_s(self) -> float | None:
-        """Seconds from the last grant to the first body byte of a stream; None without such a byte."""
+        """Seconds from the last grant to the first body byte of a stream, or of its rest; None without such a byte."""
         if self.ttft_s is None or self.arrived_s is None or not self.stream:
             return None
-        granted_s = self.last.granted_s
-        return None if granted_s is None else self.ttft_s - (granted_s - self.arrived_s)
+        granted_s, first_byte_s = self.last.granted_s, self.last.first_byte_s
+        if granted_s is None:
+            return None
+        if self.continued is not None:
+            return None if first_byte_s is None else first_byte_s - granted_s
+        return self.ttft_s - (granted_s - self.arrived_s)
 
     @property
     def streaming_s(self) -> float | None:
@@ -148,7 +157,7 @@ class RequestExit(Routing, kw_only=True, omit_defaults=True):
         """Mean seconds between two consecutive chunks; None with fewer than two."""
         if not self.stream:
             return None
-        chunks = self.last.chunks
+        chunks = self.last.chunks if self.continued is None else sum([one.chunks for one in self.tried])
         streaming_s = self.streaming_s if chunks > 1 else None
         return None if streaming_s is None else streaming_s / (chunks - 1)
 

@@ -117,6 +117,9 @@ FIELDS = (
     Field("last.backend", NAME, "backend", "backend"),
     Field("attempts", NUMBER, "attempts", "attempts",
           feeds=(Feed("retries_total", amount="retries", when="retries > 0"),)),
+    Field("continued", NAME, "continued", "continued",
+          feeds=(Feed("continued_streams_total", amount="1", when="last.committed"),)),
+    Field("not_continued", TEXT, "not_continued", "not_continued"),
     Field("preemptions", NUMBER, "preemptions", optional=True,
           feeds=(Feed("preemptions_total", when="value > 0"),)),
     Field("preemptions", NUMBER, "", "preemptions"),
@@ -135,7 +138,8 @@ FIELDS = (
           feeds=(Feed("time_to_first_token_seconds", when="ended.stream"),)),
     Field("time_per_output_token_s", SECONDS, "", "tpot_s",
           # An answer in one piece shows no time per token.
-          feeds=(Feed("time_per_output_token_seconds"), *_comparisons("tpot", "tpot", "last.chunks > 1"))),
+          feeds=(Feed("time_per_output_token_seconds"),
+                 *_comparisons("tpot", "tpot", "last.chunks > 1 and how is None"))),
     Field("backend_ttft_s", SECONDS, feeds=_comparisons("ttft", "ttft")),
     Field("duration_s", SECONDS, "duration_s",
           feeds=(Feed("request_seconds", when="outcome == 'completed'"),)),
@@ -226,7 +230,7 @@ _NAMES = {
     "code": '"none" if outcome == "cancelled" else f"{ended.status // 100}xx"',
     "band": 'ended.band or "none"', "model": "models(ended.model)",
     "tenant": "tenants(ended.tenant) if ended.tenant else None", "backend": "last.backend",
-    "mode": "ended.split",
+    "mode": "ended.split", "how": "ended.continued",
     # A preemption is no failure, and the attempt that follows it is no retry.
     "retries": "ended.attempts - ended.preemptions - 1",
     "expected": "last.expected_cached_tokens", "ttft": "last.predicted_ttft",

@@ -240,6 +240,7 @@ _COUNTERS = (
     ("requests_total", "outcome code band model", "Requests ended, by their one outcome."),
     ("attempts_total", "backend verdict", "Attempts ended, by their verdict about the backend."),
     ("retries_total", "", "Attempts that followed a failed attempt."),
+    ("continued_streams_total", "how", "Streams that another replica continued after theirs failed."),
     ("preemptions_total", "band", "Leases preempted for a request of a higher band."),
     ("disaggregation_total", "mode", "Requests in pools with roles, by how they were served or what kept them whole."),
     ("objectives_total", "band result", "Requests that kept or missed their objective."),

@@ -232,4 +232,4 @@ def _events(attempt: Attempt, *, retried: bool) -> Iterator[tuple[str, float]]:
         if attempt.verdict is Verdict.PREEMPTED:
             yield "withdrawn", attempt.ended_s
         elif retried:
-            yield "retried", attempt.ended_s
+            yield "continued" if attempt.committed else "retried", attempt.ended_s

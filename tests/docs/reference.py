@@ -54,6 +54,7 @@ def full_exit() -> RequestExit:
         split=Split.SPLIT, candidates=1, terms=(("queue", 0.0),),
         predicted_ttft=Predicted(0.1, 0.2), predicted_tpot=Predicted(0.01, 0.02),
         arrived_s=0.0, granted_s=0.1, queued_ahead=1, queue_wait_s=0.1, ttft_s=0.5, max_gap_s=0.1,
+        committed=True, continued="text", not_continued="w",
         expected_prompt_tokens=1, expected_cached_tokens=1, prompt_tokens=2, cached_tokens=1, output_tokens=3,
         body_bytes=1, response_bytes=1, chunks=2, error="e",
     )  # fmt: skip

@@ -13,6 +13,7 @@ from llmproxy.core.domain import Outcome, Predicted, Trouble, Verdict
 from llmproxy.observe import logs
 from llmproxy.observe.exit import UNKNOWN_MODEL
 from llmproxy.observe.metrics import LABELS_MAX, BackendState, LiveState, Metrics, QueueState
+from llmproxy.scheduling.attempt import Attempt
 from tests.exits import changed, exit_of
 
 SERVED = exit_of(
@@ -88,6 +89,28 @@ def test_attempt_after_a_preemption_is_no_retry(
     metrics.record(changed(SERVED, attempts=attempts, preemptions=preemptions))
     assert value(metrics, "retries_total") == retries
     assert value(metrics, "preemptions_total", band="default") == preemptions
+
+
+def test_a_continued_stream_is_counted_once_and_as_a_retry(metrics: Metrics) -> None:
+    metrics.record(changed(SERVED, attempts=2, committed=True, continued="text"))
+    # Its rest failed before its first byte.
+    metrics.record(changed(SERVED, attempts=2, committed=False, continued="ids", not_continued="busy."))
+    metrics.record(changed(SERVED, attempts=1, committed=True, not_continued="its attempts are used up"))
+    assert value(metrics, "continued_streams_total", how="text") == 1
+    assert value(metrics, "continued_streams_total", how="ids") is None
+    assert value(metrics, "retries_total") == 2
+
+
+def test_the_rest_of_a_stream_has_its_own_times() -> None:
+    parts = [
+        Attempt(granted_s=100.1, first_byte_s=100.5, chunks=4, committed=True),
+        Attempt(granted_s=102.0, first_byte_s=102.25, chunks=5, committed=True),
+    ]
+    whole = changed(SERVED, arrived_s=100.0, ttft_s=0.5, duration_s=4.5, continued="text")
+    whole.tried = parts
+    assert whole.first_byte_s == 100.5
+    assert whole.backend_ttft_s == 0.25
+    assert whole.mean_gap_s == 4.0 / 8
 
 
 def test_a_refused_request_leaves_only_its_outcome(metrics: Metrics) -> None:

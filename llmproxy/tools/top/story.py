@@ -22,8 +22,10 @@ def story(found: Mapping[str, Any]) -> RenderableType:
         lines = [Text(f"request {printable(found['request'])}", "bold")]
         lines += [] if found["ended"] is None else [_asked(found["ended"])]
         lines += [] if found["waits"] is None else [_waits(found["waits"]), *_waited(found["waits"])]
+        begun = False
         for number, attempt in enumerate(found["attempts"], 1):
-            lines += [Text(), *_attempt(number, attempt)]
+            lines += [Text(), *_attempt(number, attempt, begun=begun)]
+            begun = begun or bool(attempt.get("committed"))
         if (waited := found["waited"]) is not None:
             lines += [Text(), Text(f"  {waited['queued_s']:>8.3f} s  begins to wait"), *_waited(waited)]
         lines += [] if found["ended"] is None else [Text(), _end(found["ended"])]
@@ -53,10 +55,14 @@ def _waits(waits: Mapping[str, Any]) -> Text:
     return Text(printable(text, 1000), "yellow")
 
 
-def _attempt(number: int, attempt: Mapping[str, Any]) -> Iterator[Text]:
-    """Yields the events of an attempt, with their times in seconds after the request arrived."""
+def _attempt(number: int, attempt: Mapping[str, Any], *, begun: bool) -> Iterator[Text]:
+    """Yields the events of an attempt, with their times in seconds after the request arrived.
+
+    `begun`: the client has the beginning of the answer, so the attempt generates the rest.
+    """
     what = f"attempt {number}" if attempt["stage"] == Stage.WHOLE else f"{number}. {attempt['stage']}"
-    yield Text(printable(what + (f" on {attempt['backend']}" if attempt["backend"] else "")), "bold")
+    what += f" on {attempt['backend']}" if attempt["backend"] else ""
+    yield Text(printable(what + ", for the rest of the answer" * begun), "bold")
     ahead = attempt["queued_ahead"]
     predicted = attempt["predicted_ttft"]
     probe = " as a probe, because its replica was ejected," if (attempt["why"] or {}).get("probe") else ""
@@ -98,6 +104,10 @@ def _end(ended: Mapping[str, Any]) -> Text:
         text += f"; {ended['cached_tokens']:,} cached tokens, {ended['expected_cached_tokens']:,} expected"
     if ended.get("output_tokens") is not None:
         text += f"; {ended['output_tokens']:,} output tokens"
+    if ended.get("continued"):
+        text += f"; continued ({ended['continued']})"
+    if ended.get("not_continued"):
+        text += f"; not continued: {ended['not_continued']}"
     if ended.get("ended_age_s") is not None:
         text += f"; {duration(ended['ended_age_s'])} ago"
     fine = ended["kind"] == "completed"

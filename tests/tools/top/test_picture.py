@@ -271,6 +271,17 @@ def test_a_probe_is_called_one() -> None:
     assert "is granted as a probe, because its replica was ejected, while" in "\n".join(drawn(story(probe), 200))
 
 
+def test_an_attempt_after_a_broken_stream_generates_the_rest() -> None:
+    broken = found("story.json")
+    first = broken["attempts"][0] | {"committed": True}
+    broken["attempts"] = [first, first | {"backend": "gpu-7"}]
+    broken["ended"] |= {"continued": "text", "not_continued": "the retry budget is used up"}
+    text = "\n".join(drawn(story(broken), 300))
+    assert f"attempt 1 on {first['backend']}\n" in text.replace(" \n", "\n")
+    assert "attempt 2 on gpu-7, for the rest of the answer" in text
+    assert "; continued (text); not continued: the retry budget is used up" in text
+
+
 def test_a_request_that_got_no_backend_has_the_reason_of_its_wait() -> None:
     late = found("story.json")
     late["attempts"] = []

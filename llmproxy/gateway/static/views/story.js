@@ -26,7 +26,7 @@ function parts(found, now) {
     made.push(card("How it ended", h("p", {}, result(found.ended, now - found.ended.ended_age_s))));
     made.push(card("Its time", timeline(found)));
   }
-  found.attempts.forEach((one, at) => made.push(card(`${one.stage === "whole" ? "Attempt" : one.stage === "prefill" ? "Prefill" : "Decode"} ${at + 1}: ${one.backend ?? "no replica"}`, h("ul", {}, attempt(one).map((line) => h("li", {}, line))))));
+  found.attempts.forEach((one, at) => made.push(card(`${one.stage === "whole" ? "Attempt" : one.stage === "prefill" ? "Prefill" : "Decode"} ${at + 1}: ${one.backend ?? "no replica"}${found.attempts.slice(0, at).some((earlier) => earlier.committed) ? ", for the rest of the answer" : ""}`, h("ul", {}, attempt(one).map((line) => h("li", {}, line))))));
   if (found.waited?.waited_for) made.push(card("Its last wait", h("p", {}, waited(found.waited))));
   for (const choice of found.choices) made.push(priceCard(choice));
   if (found.attempts.length && found.choices.length === 0) made.push(h("p", { className: "quiet" }, "The proxy remembers the prices of the last 100 choices of a pool. The choice for this request is older."));
@@ -50,8 +50,9 @@ function result(ended, at) {
   const tokens = ended.prompt_tokens === undefined ? "" : ` ${count(ended.prompt_tokens)} prompt tokens (${count(ended.cached_tokens ?? 0)} cached), ${count(ended.output_tokens ?? 0)} output tokens.`;
   const met = ended.met === undefined ? "" : ended.met ? " Its objective was met." : " Its objective was missed.";
   const whose = [ended.band && `band ${ended.band}`, ended.model && `model ${ended.model}`, (ended.tenant ?? ended.flow) && `flow ${ended.tenant ?? ended.flow}`, ended.key && `key ${ended.key}`, ended.client && `from ${ended.client}`, ended.user_agent && `with ${ended.user_agent}`].filter(Boolean).join(", ");
+  const continued = (ended.continued ? " Another replica continued its stream." : "") + (ended.not_continued ? ` It was not continued: ${ended.not_continued}.` : "");
   const sent = ended.attempts ? "" : " It was sent to no replica.";
-  return `${whose ? `${whose[0].toUpperCase()}${whose.slice(1)}, at ${clock(at)}: ` : ""}${ended.outcome} (${ended.status ?? "no status"}) after ${duration(ended.duration_s)}, ${count(ended.attempts)} ${ended.attempts === 1 ? "attempt" : "attempts"}.${sent}${tokens}${met}${ended.error ? ` ${ended.error}` : ""}`;
+  return `${whose ? `${whose[0].toUpperCase()}${whose.slice(1)}, at ${clock(at)}: ` : ""}${ended.outcome} (${ended.status ?? "no status"}) after ${duration(ended.duration_s)}, ${count(ended.attempts)} ${ended.attempts === 1 ? "attempt" : "attempts"}.${sent}${continued}${tokens}${met}${ended.error ? ` ${ended.error}` : ""}`;
 }
 
 /** The parts of its time, as segments of a bar and as text for screen readers. */
