@@ -131,12 +131,12 @@ class RequestExit(Routing, kw_only=True, omit_defaults=True):
         """Seconds from the last grant to the first body byte of a stream, or of its rest; None without such a byte."""
         if self.ttft_s is None or self.arrived_s is None or not self.stream:
             return None
-        granted_s, first_byte_s = self.last.granted_s, self.last.first_byte_s
-        if granted_s is None:
+        last = self.last
+        if last.granted_s is None:
             return None
         if self.continued is not None:
-            return None if first_byte_s is None else first_byte_s - granted_s
-        return self.ttft_s - (granted_s - self.arrived_s)
+            return None if last.first_byte_s is None else last.first_byte_s - last.granted_s
+        return self.ttft_s - (last.granted_s - self.arrived_s)
 
     @property
     def streaming_s(self) -> float | None:

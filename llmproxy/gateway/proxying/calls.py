@@ -114,6 +114,6 @@ def learn_usage(context: RequestContext, usage: Usage, estimator: Estimator) -> 
     facts = context.parsed.facts
     prompt_bytes = facts.prompt_bytes if facts.prompt_tokens is None else None
     known = context.route.work is Work.GENERATES and context.route.kind not in UNKNOWN_SHAPES
-    # For other bodies the number of sequences in the usage is unknown.
-    sequences = context.parsed.sequences if known else None
+    # The number of sequences in the usage of other bodies is unknown, and the rest of a stream shows no whole answer.
+    sequences = context.parsed.sequences if known and context.record.continued is None else None
     estimator.learn(context.request.model, prompt_bytes, sequences, usage)

@@ -118,8 +118,9 @@ class RequestContext:
         del record.tried[:-ATTEMPTS_MAX]
         if record.split is not None:
             record.time_split()
-        if last.first_byte_s is not None:
-            record.ttft_s = last.first_byte_s - record.arrived_s
+        first_byte_s = last.first_byte_s if record.continued is None else record.first_byte_s
+        if first_byte_s is not None:
+            record.ttft_s = first_byte_s - record.arrived_s
         if record.error or last.detail:
             record.error = shortened(" ".join(filter(None, (record.error, last.detail))))
         else:
@@ -142,8 +143,8 @@ class RequestContext:
             # Without a stream the first token is invisible; only the time of the grant is known.
             return last.granted_s is not None and slo.met(last.granted_s - self.request.arrived_s, None)
         tpot_s = None
-        if last.output_tokens is not None and last.output_tokens > 1 and last.first_byte_s is not None:
-            tpot_s = (call.last_byte_s - last.first_byte_s) / (last.output_tokens - 1)
+        if last.output_tokens is not None and last.output_tokens > 1 and record.ttft_s is not None:
+            tpot_s = (call.last_byte_s - self.request.arrived_s - record.ttft_s) / (last.output_tokens - 1)
         return slo.met(record.ttft_s, tpot_s)
 
 

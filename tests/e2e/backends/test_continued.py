@@ -124,6 +124,17 @@ async def test_off_ends_the_stream_with_an_error() -> None:
         assert proxy.outcomes()["broken_stream"] == 1
 
 
+async def test_a_continued_stream_is_counted_once_with_its_first_byte() -> None:
+    async with serving(NUMBERED, NUMBERED, timeouts={"stall_s": 1.0}) as proxy:
+        await read_broken(proxy, CHAT, CHAT_BODY, "silent", after_tokens=8)
+        await proxy.settled()
+        assert proxy.metric("llmproxy_continued_streams_total") == 1
+        assert proxy.metric("llmproxy_retries_total") == 1
+        # The client had its first token before the pause.
+        assert proxy.metric("llmproxy_time_to_first_token_seconds_sum") < 1.0
+        assert proxy.metric("llmproxy_inter_chunk_seconds_sum", gap="max") >= 1.0
+
+
 async def test_always_continues_with_penalties() -> None:
     body = CHAT_BODY | {"presence_penalty": 0.5}
     async with serving(NUMBERED, NUMBERED, retry={"continue": "always"}) as proxy:
