@@ -75,7 +75,7 @@ MEANINGS: Mapping[Cause, Meaning] = {
     Cause.GONE: Meaning(Verdict.LOST, Again.ONCE, deadly=True, rest=True),
     Cause.ENGINE_DEAD: Meaning(Verdict.ENGINE_DEAD, Again.ONCE, deadly=True, rest=True),
     Cause.ERROR: Meaning(Verdict.FAILED, Again.ONCE, rest=True),
-    Cause.STALLED: Meaning(Verdict.FAILED, Again.NO, rest=True),
+    Cause.STALLED: Meaning(Verdict.FAILED, Again.ONCE, rest=True),
     Cause.LATE: Meaning(Verdict.TIMED_OUT, Again.ONCE),
     Cause.OVERRAN: Meaning(Verdict.TIMED_OUT, Again.NO),
 }

@@ -89,7 +89,7 @@ def call_for(
         rules.connector.frees_refused and (prefill or handover is not None),
         rules.identity.sends_own_key(backend),
         request.adapter in (None, request.model),
-        holds=request.stream and not prefill and route.kind in rules.continues,
+        holds=not prefill and route.kind in (rules.continues if request.stream else rules.repeats),
         rest_of=None if context.continuation is None else context.continuation.rest_of,
     )
 

@@ -45,6 +45,10 @@ from llmproxy.scheduling.attempt import Attempt, AttemptState
 from llmproxy.scheduling.lease import Lease
 from llmproxy.upstream.port import ConnectFailed, Exchange, LocalFailure, Upstream, UpstreamBroken
 
+HELD_BYTES_MAX = 64 << 10
+"""The size up to which an answer in one piece is held until it is complete. An engine sends nearly all of them at once,
+and one that breaks can be repeated."""
+
 GOODBYE_S = 5.0
 """How long a client may take to read the error event that ends its broken stream."""
 
@@ -202,11 +206,18 @@ class Relay:
         call.head = first[:4096]
         check_lease(lease)
         lease.apply(Started(lease.grant.lease), timer.now())
+        more = not exchange.ended
+        if more:
+            timer.streaming(timer.now())
+            if call.holds:
+                first = await _held(first, timer, exchange)
+                check_lease(lease)
+                more = not exchange.ended
         attempt.enter(AttemptState.STREAMING)
         client.commit(exchange.status, exchange.reason, to_client(exchange.headers))
         relay = ResponseRelay(attempt, call, timer, exchange, client)
         relay.take(first)
-        if not exchange.ended:
+        if more:
             timer.streaming(timer.now())
             await exchange.flow(relay.take)
         await relay.end()
@@ -344,6 +355,15 @@ def fail_without_stream(attempt: Attempt) -> None:
     message = "The backend did not answer with an uncompressed event stream, and the client has begun to read a stream."
     attempt.fail(Outcome.UPSTREAM_STATUS, Cause.ERROR, message)
     attempt.status = 502
+
+
+async def _held(first: bytes, timer: AttemptTimer, exchange: Exchange) -> bytes:
+    """Returns an answer in one piece, or its first HELD_BYTES_MAX bytes. Another backend may still be tried."""
+    held = bytearray(first)
+    while not exchange.ended and len(held) < HELD_BYTES_MAX:
+        held += await exchange.chunk()
+        timer.heard_s = timer.now()
+    return bytes(held)
 
 
 def stream_tap(call: Call) -> StreamTap:

@@ -45,8 +45,10 @@ class Rules:
     cors: Cors | None
     connector: KvConnector
     releaser: Releaser
-    # The kinds of bodies whose streams go on at another backend when theirs fails.
+    # The kinds of bodies whose streams another backend continues when theirs fails, and whose answers in one piece it
+    # repeats.
     continues: frozenset[BodyKind]
+    repeats: frozenset[BodyKind]
 
     @classmethod
     def build(cls, config: Config, upstream: Upstream) -> Rules:
@@ -54,6 +56,7 @@ class Rules:
         # Prompts are only hashed for a placement that uses prefixes.
         prefixes = presets.reads_prefixes(config.scheduling.placement)
         connector = connectors.get(config.scheduling.kv_connector)(config.scheduling.kv_lease_s)
+        continues = config.retry.continue_ != "off"
         body_reader = BodyReader(prefixes=prefixes, session_members=identity.session_members)
         return cls(
             config,
@@ -67,7 +70,8 @@ class Rules:
             Cors.from_config(config),
             connector,
             Releaser(upstream, config, connector),
-            KINDS if config.retry.continue_ != "off" else frozenset(),
+            KINDS if continues else frozenset(),
+            frozenset(BodyKind) - {BodyKind.OTHER, BodyKind.FORM} if continues else frozenset(),
         )
 
     async def read(self, route: Route, http: web.BaseRequest, body: bytes) -> ParsedBody:

@@ -149,3 +149,16 @@ async def test_the_limit_of_tokens_holds_for_the_whole_answer(limit: int) -> Non
         undisturbed = await read(proxy, CHAT, body)
         assert undisturbed.usage[0]["completion_tokens"] == limit
         check(await read_broken(proxy, CHAT, body, "reset", after_tokens=min(8, limit)), undisturbed)
+
+
+async def test_an_answer_in_one_piece_that_broke_is_repeated_once() -> None:
+    body = CHAT_BODY | {"stream": False, "stream_options": None}
+    async with serving(NUMBERED, NUMBERED) as proxy:
+        undisturbed = (await proxy.chat(body)).json
+        proxy.replicas[0].faults.set("reset", after_bytes=100, times=1)
+        while proxy.replicas[0].faults.kind is not None:
+            answer = await proxy.chat(body)
+        assert answer.json["choices"][0]["message"] == undisturbed["choices"][0]["message"]
+        assert answer.headers["x-llmproxy-attempts"] == "2"
+        await proxy.settled()
+        assert set(proxy.outcomes()) == {"completed"}
