@@ -74,8 +74,13 @@ def late(name: str, *scripts: Script) -> Misbehaviour:
 
 
 def torn(name: str, script: Script, plain: Script, **more: Any) -> Misbehaviour:
-    """An answer that breaks when its client has a part of it."""
-    return Misbehaviour(name, script, plain, stream="event", whole="cut", **more)
+    """An answer that breaks in its middle. Another replica continues the stream, and repeats an answer in one piece."""
+    return Misbehaviour(name, script, plain, stream="own", stream_alone="event", whole="other", **more)
+
+
+def endless(name: str, script: Script, plain: Script) -> Misbehaviour:
+    """An answer that a time limit ends in its middle. Another replica would need as long."""
+    return Misbehaviour(name, script, plain, stream="event", whole="504", verdict="timed_out", config=SHORT)
 
 
 MISBEHAVIOURS: list[Misbehaviour] = [
@@ -108,7 +113,7 @@ MISBEHAVIOURS: list[Misbehaviour] = [
     ),
     # --- bodies -------------------------------------------------------------------------------------------------------
     torn("resets in mid-answer", breaking(FIRST, reset=True), breaking(whole(BODY)[:-1], reset=True)),
-    torn("falls silent in mid-answer", says(FIRST), says(whole(BODY)[:-1]), config=SHORT),
+    torn("falls silent in mid-answer", says(FIRST), says(whole(BODY)[:-1]), config=SHORT, whole_alone="504"),
     torn(
         "cuts a chunk in the middle", breaking(FIRST + b"40\r\n" + EVENT[:20]), breaking(BEGUN + b"40\r\n" + BODY[:20])
     ),
@@ -119,7 +124,7 @@ MISBEHAVIOURS: list[Misbehaviour] = [
         breaking(whole(EVENT + DONE + b" " * 9, content_type="text/event-stream")[:-9]),
         breaking(whole(BODY + b" " * 9)[:-9]),
         stream="own",
-        whole="cut",
+        whole="other",
         verdict="served",
         whole_verdict="failed",
     ),
@@ -138,19 +143,13 @@ MISBEHAVIOURS: list[Misbehaviour] = [
         answering(whole(gzip.compress(BODY), extra=b"content-encoding: gzip\r\n")),
     ),
     passed("answers a stream in one piece, others with a stream", answering(whole(BODY)), answering(STREAM)),
-    torn(
-        "sends events without end",
-        for_ever(STREAM_HEAD, chunk(EVENT), 0.005),
-        for_ever(BEGUN, chunk(b" "), 0.005),
-        verdict="timed_out",
-        config=SHORT,
+    endless(
+        "sends events without end", for_ever(STREAM_HEAD, chunk(EVENT), 0.005), for_ever(BEGUN, chunk(b" "), 0.005)
     ),
-    torn(
+    endless(
         "sends one event without end",
         for_ever(STREAM_HEAD, chunk(b"data: " + b"x" * (1 << 18)), 0.01),
         for_ever(BEGUN, chunk(b"x"), 0.01),
-        verdict="timed_out",
-        config=SHORT,
     ),
     passed("ends a stream without `[DONE]`", answering(FIRST + STREAM_END), answering(whole(BODY))),
     Misbehaviour(

@@ -52,11 +52,14 @@ class Misbehaviour:
     whole_alone: str | None = None
     verdict: str = "failed"
     whole_verdict: str | None = None
+    stream_alone: str | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
 
     def client(self, ask: str, alone: bool) -> str:
         """Returns the expected result of a client that asks for a `stream` or a `whole` answer."""
         seen = self.whole if ask == "whole" and self.whole is not None else self.stream
+        if alone and ask == "stream" and self.stream_alone is not None:
+            return self.stream_alone
         if not alone or seen != "other":
             return seen
         return self.whole_alone if ask == "whole" and self.whole_alone is not None else self.alone

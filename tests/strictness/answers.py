@@ -65,14 +65,9 @@ def whole_of(*fields: bytes, line: bytes = b"HTTP/1.1 200 OK", body: bytes = BOD
 ok = AnswerVector
 
 
-def bad(name: str, sent: bytes) -> AnswerVector:
+def bad(name: str, sent: bytes, *, closes: bool = False) -> AnswerVector:
     """A broken answer. The client gets no part of it."""
-    return AnswerVector(name, sent, 502, kept=False)
-
-
-def torn(name: str, sent: bytes, *, closes: bool = False) -> AnswerVector:
-    """An answer that breaks after its head has been sent to the client."""
-    return AnswerVector(name, sent, cut=True, kept=False, closes=closes)
+    return AnswerVector(name, sent, 502, kept=False, closes=closes)
 
 
 def _field(name: str, field: bytes, **expected: Any) -> AnswerVector:
@@ -153,12 +148,12 @@ ANSWERS = (
     bad("a bare CR in the reason phrase", whole_of(SIZE, line=b"HTTP/1.1 200 a\rx-evil: 1")),
     bad("`101 Switching Protocols`", b"HTTP/1.1 101 S\r\nupgrade: x\r\nconnection: upgrade\r\n\r\nevil"),
     bad("an empty line and nothing else", b"\r\n\r\nevil\r\n\r\n"),
-    torn("a chunk size that is no number", _chunks(CHUNK + b"zz\r\nevil\r\n")),
-    torn("a chunk size with a minus", _chunks(CHUNK + b"-4\r\nevil\r\n")),
-    torn("chunk lines that end in a bare LF", _chunks(CHUNK + b"4\nevil\n")),
-    torn("a chunk that is longer than its size", _chunks(CHUNK + b"4\r\n    evil\r\n")),
-    torn("the end of the connection before the last chunk", _chunks(CHUNK), closes=True),
-    torn("the end of the connection before the length", whole_of(b"content-length: 9\r\n"), closes=True),
+    bad("a chunk size that is no number", _chunks(CHUNK + b"zz\r\nevil\r\n")),
+    bad("a chunk size with a minus", _chunks(CHUNK + b"-4\r\nevil\r\n")),
+    bad("chunk lines that end in a bare LF", _chunks(CHUNK + b"4\nevil\n")),
+    bad("a chunk that is longer than its size", _chunks(CHUNK + b"4\r\n    evil\r\n")),
+    bad("the end of the connection before the last chunk", _chunks(CHUNK), closes=True),
+    bad("the end of the connection before the length", whole_of(b"content-length: 9\r\n"), closes=True),
     ok("two answers", whole_of(SIZE) + whole_of(SIZE, line=b"HTTP/1.1 200 evil"), kept=False),
     ok("more bytes than its length", whole_of(SIZE, body=BODY + b"evil"), kept=False),
 )  # fmt: skip

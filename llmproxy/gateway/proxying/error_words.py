@@ -22,6 +22,7 @@ _DEAD = re.compile(
 )
 _DRAINING = b"cannot schedule new futures"
 """Text in the answer with status 500 from a vLLM that is shutting down, although its /health is still 200."""
+ABORT = b'"abort"'
 ABORTED = re.compile(rb'"finish_reason"\s*:\s*"abort"')
 """The end of all answers of a vLLM that shuts down."""
 _NO_MODEL = re.compile(r"model.{0,300}?(?:does not exist|not found|is not (?:available|loaded|served))", re.I | re.S)

@@ -23,7 +23,7 @@ from llmproxy.gateway.http.routes import Dialect
 from llmproxy.gateway.proxying.call import Answer, Call
 from llmproxy.gateway.proxying.continued.join import JoinedTap
 from llmproxy.gateway.proxying.deadlines import AttemptTimer, Deadlines
-from llmproxy.gateway.proxying.error_words import answer_cause, event_cause
+from llmproxy.gateway.proxying.error_words import ABORT, ABORTED, answer_cause, event_cause
 from llmproxy.gateway.proxying.response_writer import ResponseWriter, within
 from llmproxy.gateway.proxying.split.prefill import take_prefill
 from llmproxy.gateway.proxying.split.release import DECODE_GRACE_S, PREFILL_GRACE_S, shield_for
@@ -46,8 +46,8 @@ from llmproxy.scheduling.lease import Lease
 from llmproxy.upstream.port import ConnectFailed, Exchange, LocalFailure, Upstream, UpstreamBroken
 
 HELD_BYTES_MAX = 64 << 10
-"""The size up to which an answer in one piece is held until it is complete. An engine sends nearly all of them at once,
-and one that breaks can be repeated."""
+"""The size up to which an answer that is no stream is held until it is complete. Most of these arrive at once,
+and a broken answer can be repeated."""
 
 GOODBYE_S = 5.0
 """How long a client may take to read the error event that ends its broken stream."""
@@ -213,6 +213,11 @@ class Relay:
                 first = await _held(first, timer, exchange)
                 check_lease(lease)
                 more = not exchange.ended
+        if call.holds and ABORT in first and not more and ABORTED.search(first):
+            # The client gets this part of an answer if no other backend answers.
+            call.answer = Answer(exchange.status, exchange.reason, to_client(exchange.headers), first)
+            attempt.fail(Outcome.UPSTREAM_STATUS, Cause.DRAINING, "The backend shut down and aborted its answer.")
+            return
         attempt.enter(AttemptState.STREAMING)
         client.commit(exchange.status, exchange.reason, to_client(exchange.headers))
         relay = ResponseRelay(attempt, call, timer, exchange, client)

@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from llmproxy.core.domain import Usage
-from llmproxy.gateway.proxying.error_words import ABORTED, error_in
+from llmproxy.gateway.proxying.error_words import ABORT, ABORTED, error_in
 
 BUFFERED_BYTES_MAX = 1024 * 1024
 USAGE_TAIL_BYTES = 64 * 1024
@@ -29,7 +29,6 @@ _BOM = b"\xef\xbb\xbf"
 _ERROR = re.compile(rb'\{\s*"(?:error"\s*:(?!\s*null\b)|(?:type|object)"\s*:\s*"(?:error|response\.failed)")')
 _ERROR_BYTES_MAX = 64 * 1024
 _ERROR_MEMBER = b'"error"'
-_ABORT = b'"abort"'
 _SOME_CHOICE = re.compile(rb'"choices"\s*:\s*\[\s*\{')
 _MARK = re.compile(rb'["{}\[\]]')
 # A reversed string. A quote inside the string is followed by an odd number of backslashes there.
@@ -121,7 +120,7 @@ class StreamTap:
             and data.startswith(_ORDINARY)
             and data.find(b"\n\n") == len(data) - 2
             and b'"usage"' not in data
-            and _ABORT not in data
+            and ABORT not in data
         ):
             self.data_events += 1
             self._last = data
@@ -215,7 +214,7 @@ class StreamTap:
             name in _ERROR_EVENTS
             or _ERROR.match(payload) is not None
             or (_ERROR_MEMBER in payload and error_in(payload) is not None)
-            or (self._holds and _ABORT in payload and ABORTED.search(payload) is not None)
+            or (self._holds and ABORT in payload and ABORTED.search(payload) is not None)
         )
         if error:
             self.error_seen = True

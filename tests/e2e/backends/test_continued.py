@@ -25,6 +25,7 @@ LIMIT = {
 CHAT_BODY = LIMIT | {"messages": [{"role": "user", "content": "Count, please: é"}]}
 TEXT_BODY = LIMIT | {"prompt": "Count, please: é"}
 IDS_BODY = TEXT_BODY | {"return_token_ids": True}
+WHOLE = {"stream": False, "stream_options": None}
 WAYS = {"chat": (CHAT, CHAT_BODY), "text": (COMPLETIONS, TEXT_BODY), "ids": (COMPLETIONS, IDS_BODY)}
 
 
@@ -87,10 +88,10 @@ async def test_a_reset_is_not_seen(way: str, after_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("fault", ["engine_dead", "refuse", "hang", "frozen"])
+@pytest.mark.parametrize("fault", ["engine_dead", "refuse", "hang", pytest.param("frozen", marks=pytest.mark.slow)])
 async def test_a_replica_that_fails_is_not_seen(way: str, fault: str) -> None:
     path, body = WAYS[way]
-    async with serving(NUMBERED, NUMBERED, timeouts={"stall_s": 1.0, "first_byte_s": 3.0}) as proxy:
+    async with serving(NUMBERED, NUMBERED, timeouts={"stall_s": 3.0, "first_byte_s": 5.0}) as proxy:
         undisturbed = await read(proxy, path, body)
         reading = [asyncio.create_task(read(proxy, path, body)) for _ in range(6)]
         await until(lambda: all(replica.engine.busy for replica in proxy.replicas))
@@ -152,7 +153,7 @@ async def test_the_limit_of_tokens_holds_for_the_whole_answer(limit: int) -> Non
 
 
 async def test_an_answer_in_one_piece_that_broke_is_repeated_once() -> None:
-    body = CHAT_BODY | {"stream": False, "stream_options": None}
+    body = CHAT_BODY | WHOLE
     async with serving(NUMBERED, NUMBERED) as proxy:
         undisturbed = (await proxy.chat(body)).json
         proxy.replicas[0].faults.set("reset", after_bytes=100, times=1)
@@ -162,3 +163,31 @@ async def test_an_answer_in_one_piece_that_broke_is_repeated_once() -> None:
         assert answer.headers["x-llmproxy-attempts"] == "2"
         await proxy.settled()
         assert set(proxy.outcomes()) == {"completed"}
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_answers_that_an_engine_aborts_before_it_stops_go_on(way: str) -> None:
+    path, body = WAYS[way]
+    async with serving(NUMBERED, NUMBERED) as proxy:
+        undisturbed = await read(proxy, path, body)
+        reading = [asyncio.create_task(read(proxy, path, body)) for _ in range(4)]
+        plain = [asyncio.create_task(proxy.post(path, body | WHOLE)) for _ in range(4)]
+        await until(lambda: all(replica.in_flight == 4 for replica in proxy.replicas))
+        proxy.replicas[0].faults.set("abort")
+        for found in await asyncio.gather(*reading):
+            check(found, undisturbed)
+        for answer in await asyncio.gather(*plain):
+            assert answer.json["choices"][0]["finish_reason"] == undisturbed.ends[0]
+        await proxy.settled()
+        assert set(proxy.outcomes()) == {"completed"}
+
+
+async def test_an_aborted_answer_is_passed_on_if_there_is_no_other_replica() -> None:
+    async with serving(NUMBERED) as proxy:
+        asked = asyncio.create_task(proxy.chat(CHAT_BODY | WHOLE))
+        await until(lambda: proxy.replicas[0].engine.counters.generation > 5)
+        proxy.replicas[0].faults.set("abort")
+        answer = await asked
+        assert (answer.status, answer.json["choices"][0]["finish_reason"]) == (200, "abort")
+        await proxy.settled()
+        assert proxy.outcomes() == {"upstream_status": 1}

@@ -141,7 +141,7 @@ async def test_ends_that_are_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
             "cancelled", "client_gone",
         )  # fmt: skip
         assert attributes(broken[0])["error.type"] == "broken_stream"
-        assert attributes(broken[-1])["error.type"] == "failed"
+        assert "failed" in [attributes(span).get("error.type") for span in broken]
         assert plain[-1].events == []
         assert "gen_ai.response.time_to_first_chunk" not in attributes(plain[-1])
         for name in ("unknown", "bad"):

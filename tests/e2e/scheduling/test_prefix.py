@@ -29,7 +29,9 @@ async def serving_by_cost(
 ) -> AsyncIterator[tuple[ProxyUnderTest, dict[str, dict[str, Any]]]]:
     """A proxy of two replicas, and its decision log by request id, which is filled when the proxy closes."""
     log: dict[str, dict[str, Any]] = {}
-    async with serving(replica, replica, scheduling={"placement": placement}, decision_log=str(path)) as proxy:
+    # Answers are kept for continuations too.
+    config: dict[str, Any] = {"scheduling": {"placement": placement}, "retry": {"continue": "off"}}
+    async with serving(replica, replica, decision_log=str(path), **config) as proxy:
         yield proxy, log
     log.update(decisions(path))
 
