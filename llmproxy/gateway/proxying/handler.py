@@ -285,7 +285,7 @@ class RequestHandler:
                 raise context.previous.unreachable(refused) from None
             # If a retry finds no backend, the client gets the error of the attempt before.
             attempt = context.record.last
-            if attempt.outcome is Outcome.INTERNAL:
+            if attempt.outcome is Outcome.INTERNAL and context.continuation is None:
                 raise
         finally:
             if context.handover is not None:
@@ -293,7 +293,6 @@ class RequestHandler:
         call, broken = context.call, context.continuation
         if not attempt.committed and broken is not None:
             # No backend began with the rest. The client gets the error of the stream that broke.
-            context.record.not_continued = attempt.message
             call, attempt = broken.call, broken.attempt
         if not attempt.committed:
             if context.record.computed >= COMPUTED_MAX:
@@ -338,6 +337,8 @@ class RequestHandler:
             # Also after a cancellation: many clients leave as soon as they have read the end mark.
             self._exits.attempted(lease.backend, attempt.verdict)
             attempt.ended_s = asyncio.get_running_loop().time()
+            if context.continuation is not None and attempt.committed:
+                record.continued = context.continuation.rest_of.rest.how
             if context.continuation is not None and attempt.first_byte_s is not None:
                 gap_s = attempt.first_byte_s - context.continuation.call.last_byte_s
                 attempt.max_gap_s = max(attempt.max_gap_s or 0.0, gap_s)

@@ -24,8 +24,8 @@ _HEAD_BYTES = 256
 _TORN_BYTES_MAX = 64  # Overlap of two searches, for a choice that begins in one chunk and continues in the next.
 _ORDINARY = b'data: {"id"'
 # For streams with carriage returns. Possessive, so that one CRLF never counts as two line ends.
-_EVENT_END = re.compile(rb"\n\n|\r\n?+(?:\r\n?+|\n)|\n\r\n?+")
-_BOM = b"\xef\xbb\xbf"
+EVENT_END = re.compile(rb"\n\n|\r\n?+(?:\r\n?+|\n)|\n\r\n?+")
+BOM = b"\xef\xbb\xbf"
 _ERROR = re.compile(rb'\{\s*"(?:error"\s*:(?!\s*null\b)|(?:type|object)"\s*:\s*"(?:error|response\.failed)")')
 _ERROR_BYTES_MAX = 64 * 1024
 _ERROR_MEMBER = b'"error"'
@@ -197,13 +197,13 @@ class StreamTap:
         """Read one whole event. Returns True for the usage event that is hidden from the client."""
         if not self.first_event_complete:
             self.first_event_complete = True
-            event = event.removeprefix(_BOM)
+            event = event.removeprefix(BOM)
         at = event.find(b"\n") + 1 if event.startswith(b"event:") else 0
         if event.startswith(b"data:", at) and event.find(b"\n", at) == len(event) - 2 and not self._returns:
             # Nearly all events have at most a name and one line of data.
             name, payload = event[6:at].strip() if at else b"", event[at + 5 :].strip()
         else:
-            name, payload = _fields(event)
+            name, payload = named_data(event)
         if not payload or payload == b"[DONE]":
             if payload:
                 self.done_seen = True
@@ -255,11 +255,11 @@ def usage_in_tail(tail: bytes) -> Usage | None:
 
 def _end_of_event(buffer: bytearray, search_from: int) -> int:
     """The position after the first blank line from `search_from` on, with any kind of line end; 0 if there is none."""
-    match = _EVENT_END.search(buffer, search_from)
+    match = EVENT_END.search(buffer, search_from)
     return match.end() if match is not None else 0
 
 
-def _fields(event: bytes) -> tuple[bytes, bytes]:
+def named_data(event: bytes) -> tuple[bytes, bytes]:
     """The name and the data of an event, with any line ends and any order of fields (WHATWG HTML, 9.2.6).
 
     A missing name or missing data is empty. A comment has neither.

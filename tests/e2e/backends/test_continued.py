@@ -7,9 +7,11 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import aiohttp
 import pytest
 
 from tests.e2e.proxies import CHAT, FAST, ProxyUnderTest, all_of, serving, until
+from tests.e2e.scripted import STREAM_HEAD, breaking, chunk, scripted
 from tests.numbered import fault_in
 
 NUMBERED = replace(FAST, text="numbered")
@@ -191,3 +193,29 @@ async def test_an_aborted_answer_is_passed_on_if_there_is_no_other_replica() -> 
         assert (answer.status, answer.json["choices"][0]["finish_reason"]) == (200, "abort")
         await proxy.settled()
         assert proxy.outcomes() == {"upstream_status": 1}
+
+
+GZIP = STREAM_HEAD.replace(b"\r\n\r\n", b"\r\ncontent-encoding: gzip\r\n\r\n")
+JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 999999\r\n\r\n"
+
+
+@pytest.mark.parametrize("pieces", [(GZIP, chunk(b"\x1f\x8b\x08")), (JSON, b"{" + b" " * (128 << 10))])
+async def test_an_answer_that_cannot_be_read_is_not_continued(pieces: tuple[bytes, ...]) -> None:
+    async with (
+        scripted(breaking(*pieces)) as first,
+        scripted(breaking(*pieces)) as second,
+        serving(extra=[first.url, second.url]) as proxy,
+    ):
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await proxy.chat(CHAT_BODY)
+        await proxy.settled()
+        assert proxy.outcomes() == {"broken_stream": 1}
+        assert len(first.requests) + len(second.requests) == 1
+
+
+async def test_a_stream_that_no_other_replica_can_continue_is_not_counted() -> None:
+    async with serving(NUMBERED) as proxy:
+        found = await read_broken(proxy, CHAT, CHAT_BODY, "reset", after_bytes=2000)
+        assert len(found.errors) == 1
+        await proxy.settled()
+        assert proxy.metric("llmproxy_continued_streams_total") == 0

@@ -11,7 +11,7 @@ from llmproxy.gateway.http.errors import error_body
 from llmproxy.gateway.http.routes import Dialect
 from llmproxy.gateway.proxying.continued.rule import Rest
 from llmproxy.gateway.proxying.continued.sent import Sent
-from llmproxy.gateway.proxying.sse import StreamTap
+from llmproxy.gateway.proxying.sse import BOM, EVENT_END, StreamTap, named_data
 
 MARK = b": continued\n\n"
 """A comment at the place where the rest begins. Clients ignore comments."""
@@ -29,18 +29,24 @@ class RestOf(Struct, frozen=True):
 class JoinedTap(StreamTap):
     """Reads the rest of a stream, and changes its events: same id, no second role, usage of the whole answer."""
 
-    __slots__ = ("_begun", "_rest", "_sent", "_space")
+    __slots__ = ("_begun", "_finished", "_refused", "_repeated", "_rest", "_sent", "_space")
 
     def __init__(self, hide_usage: bool, rest_of: RestOf) -> None:
         super().__init__(hide_usage, holds=True)
         self._sent, self._rest, self._space = rest_of.sent, rest_of.rest, rest_of.rest.space
-        self._begun = False
+        self._repeated = list(rest_of.rest.repeated)
+        # Whether the client got the mark, and whether an event cannot be joined, after which nothing more is relayed,
+        # and whether the end of the text was seen.
+        self._begun = self._refused = self._finished = False
 
     def feed(self, data: bytes) -> bytes:
-        return self._joined(super().feed(data))
+        return b"" if self._refused else self._joined(super().feed(data))
 
     def flush(self) -> bytes:
-        return self._joined(super().flush())
+        rest = b"" if self._refused else self._joined(super().flush())
+        if not (self.error_seen or self.done_seen or self._finished):
+            self._refuse(502, "it stopped without an end")
+        return rest
 
     def _joined(self, events: bytes) -> bytes:
         """Changes whole events."""
@@ -48,38 +54,48 @@ class JoinedTap(StreamTap):
             return b""
         out = [] if self._begun else [MARK]
         self._begun = True
-        for event in events.replace(b"\r\n", b"\n").split(b"\n\n"):
-            if event.startswith(b"data:") and not event.endswith(b"[DONE]"):
-                out.append(self._event(event[5:]))
+        for event in EVENT_END.split(events):
+            name, data = named_data(event.removeprefix(BOM))
+            if data and data != b"[DONE]":
+                data = self._event(data)
+                if self._refused:
+                    break
+                if data:
+                    out.append((b"event: %b\n" % name if name else b"") + b"data: " + data + b"\n\n")
             elif event.strip():
                 out.append(event + b"\n\n")
         return b"".join(out)
 
     def _event(self, payload: bytes) -> bytes:
-        """Returns a changed event; nothing if the client has all of it already."""
+        """Returns the changed data of an event; nothing if the client has all of it already."""
         try:
             event = orjson.loads(payload)
             event |= {name: value for name, value in self._sent.head.items() if name in event}
             begun = bool(event["choices"])
             event["choices"] = [choice for choice in event["choices"] if self._keeps(choice)]
+            if not event["choices"] and (begun or (event.get("usage") and self._sent.counted)):
+                return b""
             if event.get("usage"):
                 self._add(event["usage"])
-            elif begun and not event["choices"]:
-                return b""
             if self._sent.prompt_ids:
                 event.pop("prompt_token_ids", None)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             # With this status no other backend is asked, because it would answer likewise.
-            self.error = error_body(Dialect.OPENAI, 400, f"The rest does not go on with the answer: {error}")
-            self.error_seen = True
-            self.held_back += b"data: " + self.error + b"\n\n"
+            self._refuse(400, str(error))
             return b""
-        return b"data: " + orjson.dumps(event) + b"\n\n"
+        return orjson.dumps(event)
+
+    def _refuse(self, status: int, why: str) -> None:
+        """Ends the rest with an error event."""
+        self.error = error_body(Dialect.OPENAI, status, f"The rest does not go on with the answer: {why}")
+        self.error_seen = self._refused = True
+        self.held_back[:] = b"data: " + self.error + b"\n\n"
 
     def _keeps(self, choice: dict[str, Any]) -> bool:
         """Removes the parts of a choice that the client has. Returns whether something is left."""
         sent = self._sent
         delta = choice.get("delta", choice)
+        self._finished = self._finished or choice.get("finish_reason") is not None
         if delta is not choice and delta.get("role"):
             if choice["index"] in sent.roles:
                 del delta["role"]
@@ -96,6 +112,8 @@ class JoinedTap(StreamTap):
             return True
         if self._space:
             self._remove_space(delta)
+        if self._repeated and choice.get("token_ids") and not self._remove_ids(choice):
+            return bool(delta.get("text") or delta.get("content") or choice.get("finish_reason"))
         if delta is choice or choice.get("token_ids") or choice.get("finish_reason") is not None:
             return True
         return any(delta.values())
@@ -110,6 +128,15 @@ class JoinedTap(StreamTap):
             self._space = ""
         if name in delta:
             delta[name] = text
+
+    def _remove_ids(self, choice: dict[str, Any]) -> bool:
+        """Removes ids that the client has got already. Returns whether some are left."""
+        ids = choice["token_ids"]
+        again = self._repeated[: len(ids)]
+        if ids[: len(again)] != again:
+            raise ValueError("it has other tokens")
+        self._repeated, choice["token_ids"] = self._repeated[len(again) :], ids[len(again) :]
+        return len(ids) > len(again)
 
     def _add(self, usage: dict[str, Any]) -> None:
         """Changes the usage of the rest to the usage of the whole answer: the text so far is no part of the prompt."""

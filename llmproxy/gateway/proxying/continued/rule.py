@@ -91,6 +91,9 @@ class Rest(Struct, frozen=True):
     # Whether the client has got the whole text, and only the end of the stream and its usage are missing. The engine is
     # asked for one token more, which is not relayed.
     text_ended: bool = False
+    # The ids that the client has got and the engine has to write again. The engine holds back the text of a character
+    # that is not complete, but not its ids.
+    repeated: tuple[int, ...] = ()
 
 
 def write_rest(body: bytes, kind: BodyKind, sent: Sent, limit: int | None, *, always: bool = False) -> Slices[Rest]:
@@ -102,7 +105,7 @@ def write_rest(body: bytes, kind: BodyKind, sent: Sent, limit: int | None, *, al
     if kind not in KINDS:
         raise NotContinued(f"answers of the kind `{kind}` are not continued")
     if sent.empty:
-        return Rest(How.ANEW, body, sent.text, 0)
+        return Rest(How.ANEW, body, sent.text, 0, repeated=tuple(sent.all_ids))
     if sent.other:
         raise NotContinued(f"the answer has more than text: {sent.other}")
     try:
@@ -114,6 +117,8 @@ def write_rest(body: bytes, kind: BodyKind, sent: Sent, limit: int | None, *, al
     if kind is BodyKind.CHAT:
         text = sent.text.rstrip()
         space, tokens = sent.text[len(text) :], tokens - sent.space_tokens
+        if space and sent.all_ids:
+            raise NotContinued("the client has got the ids of white space, which may be other ids the next time")
         edits += _chat(members, text)
     else:
         limit = COMPLETION_TOKENS if limit is None else limit
@@ -122,7 +127,7 @@ def write_rest(body: bytes, kind: BodyKind, sent: Sent, limit: int | None, *, al
     left = None if limit is None else limit - tokens
     text_ended = sent.finished or (left is not None and left <= 0)
     edits += _limits(body, members, kind, tokens, 1 if text_ended else left)
-    return Rest(how, b"".join(spliced(body, sorted(edits))), space, tokens, text_ended)
+    return Rest(how, b"".join(spliced(body, sorted(edits))), space, tokens, text_ended, tuple(sent.held_ids))
 
 
 def _check(body: bytes, members: Mapping[str, Member], always: bool) -> None:
@@ -132,7 +137,7 @@ def _check(body: bytes, members: Mapping[str, Member], always: bool) -> None:
             continue
         if member.end - member.start > _VALUE_BYTES_MAX:
             raise NotContinued(f"the request has `{name}`")
-        value = orjson.loads(body[member.start : member.end])
+        value = _value(body, member, name)
         neutral = _NEUTRAL.get(name, _COUNTING.get(name))
         if neutral is None:
             raise NotContinued(f"the request has `{name}`, which is not known to allow it")
@@ -144,9 +149,21 @@ def _check(body: bytes, members: Mapping[str, Member], always: bool) -> None:
             raise NotContinued(f"the request has `{name}`")
 
 
+def _value(body: bytes, member: Member, name: str) -> Any:
+    """Returns the value of a member. Raises NotContinued if it is not valid JSON."""
+    try:
+        return orjson.loads(body[member.start : member.end])
+    except orjson.JSONDecodeError:
+        raise NotContinued(f"the request has a `{name}` that is not valid JSON") from None
+
+
 def _limits(body: bytes, members: Mapping[str, Member], kind: BodyKind, tokens: int, left: int | None) -> list[Edit]:
     """Returns the edits that limit the answer to `left` tokens, and that reduce `min_tokens` by `tokens`."""
     edits = []
+    for name in (*LIMITS[kind], "min_tokens"):
+        if name in members and type(_value(body, members[name], name)) not in (int, type(None)):
+            # Some engines read "8" and 8.0 as 8.
+            raise NotContinued(f"the request has a `{name}` that is no whole number")
     given = [members[name] for name in LIMITS[kind] if name in members]
     if left is not None:
         edits += [(member.start, member.end, b"%d" % left) for member in given]
@@ -155,7 +172,7 @@ def _limits(body: bytes, members: Mapping[str, Member], kind: BodyKind, tokens: 
             edits.append((start, start, b'"%b":%d,' % (LIMITS[kind][-1].encode(), left)))
     least = members.get("min_tokens")
     if least is not None:
-        value = orjson.loads(body[least.start : least.end])
+        value = _value(body, least, "min_tokens")
         if type(value) is int:
             rest = max(0, value - tokens) if left is None else min(left, max(0, value - tokens))
             edits.append((least.start, least.end, b"%d" % rest))
@@ -164,8 +181,8 @@ def _limits(body: bytes, members: Mapping[str, Member], kind: BodyKind, tokens: 
 
 def _chat(members: Mapping[str, Member], text: str) -> list[Edit]:
     """Returns the edits that append the text so far as the message to go on with."""
-    messages = members["messages"]
-    if messages.kind is not Kind.ARRAY or not messages.objects:
+    messages = members.get("messages")
+    if messages is None or messages.kind is not Kind.ARRAY or not messages.objects:
         raise NotContinued("the request has no list of messages")
     part = orjson.dumps({"role": "assistant", "content": text})
     edits = [(messages.end - 1, messages.end - 1, b"," + part)]
@@ -179,7 +196,9 @@ def _chat(members: Mapping[str, Member], text: str) -> list[Edit]:
 
 def _completion(body: bytes, members: Mapping[str, Member], sent: Sent) -> tuple[How, Edit]:
     """Returns how the prompt of a completion is continued, and the edit for it."""
-    prompt, stop = members["prompt"], members.get("stop")
+    prompt, stop = members.get("prompt"), members.get("stop")
+    if prompt is None:
+        raise NotContinued("the request has no prompt")
     # An engine that looks for a stop string holds text back, but not its ids.
     stops = stop is not None and body[stop.start : stop.end] not in (b"null", b"[]")
     if sent.ids and sent.prompt_ids and not stops:

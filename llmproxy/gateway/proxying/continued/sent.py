@@ -7,6 +7,7 @@ from typing import Any
 from msgspec import Struct
 
 from llmproxy.gateway.proxying.answers import parsed_events
+from llmproxy.gateway.proxying.sse import BOM
 from llmproxy.gateway.request.json_scan import Slices
 
 _HEAD = ("id", "created", "model", "system_fingerprint")
@@ -26,10 +27,15 @@ class Sent(Struct):
     # The ids of the prompt and of `text`; None unless the client asked the engine for them.
     prompt_ids: list[int] | None = None
     ids: list[int] | None = None
+    # All ids that the client has got, and the last of them, of the tokens after `text`.
+    all_ids: list[int] = []
+    held_ids: list[int] = []
     # The choices whose role was sent.
     roles: set[int] = set()
     # Whether the end of the text was sent.
     finished: bool = False
+    # Whether the usage of the whole answer was sent.
+    counted: bool = False
     # The first part of the answer that is no text: a tool call, reasoning, log probabilities, a second choice.
     other: str = ""
 
@@ -44,16 +50,17 @@ def read_sent(raw: bytes) -> Slices[Sent | None]:
 
     A generator: it yields every few events, so that no step takes more than 2 ms.
     """
-    sent = Sent(head={}, roles=set())
+    sent = Sent(head={}, roles=set(), all_ids=[])
     text: list[str] = []
     # Ids and tokens since the last text. The engine also holds back a character that is not complete.
     ids: list[int] = []
     new_ids: list[int] = []
     try:
-        for events in parsed_events(raw):
+        for events in parsed_events(raw.removeprefix(BOM)):
             for event in events:
                 sent.head = sent.head or {name: event[name] for name in _HEAD if name in event}
                 sent.prompt_ids = sent.prompt_ids or _prompt_ids(event)
+                sent.counted = sent.counted or (not event["choices"] and bool(event.get("usage")))
                 for choice in event["choices"]:
                     piece = _text_of(choice, sent)
                     if piece is None:
@@ -61,6 +68,7 @@ def read_sent(raw: bytes) -> Slices[Sent | None]:
                     text.append(piece)
                     own_ids = choice.get("token_ids") or ()
                     new_ids += own_ids
+                    sent.all_ids += own_ids
                     sent.held_tokens += max(1, len(own_ids))
                     if piece:
                         sent.tokens += sent.held_tokens
@@ -72,7 +80,7 @@ def read_sent(raw: bytes) -> Slices[Sent | None]:
             yield
     except (ValueError, LookupError, TypeError, AttributeError):
         return None
-    sent.text = "".join(text)
+    sent.text, sent.held_ids = "".join(text), new_ids
     return sent
 
 
@@ -98,7 +106,6 @@ def _text_of(choice: dict[str, Any], sent: Sent) -> str | None:
     if choice["index"] != 0 and text:
         sent.other = sent.other or "several choices"
     sent.finished = sent.finished or choice.get("finish_reason") is not None
-    if delta.get("role") and not text:
+    if delta.get("role"):
         sent.roles.add(choice["index"])
-        return None
-    return text
+    return text if text or not delta.get("role") else None

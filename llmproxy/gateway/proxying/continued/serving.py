@@ -31,7 +31,6 @@ async def ask_rest(context: RequestContext, request: Request, attempt: Attempt, 
         return None
     assert target is not None
     context.continuation, context.parsed = continuation, continuation.parsed
-    record.continued = continuation.rest_of.rest.how
     rest = make_request(context, continuation.parsed, target, request.id, estimator)
     left = max(1, request.output_tokens - continuation.rest_of.rest.tokens)
     return structs.replace(rest, output_tokens=left, continued=True)
@@ -46,6 +45,8 @@ async def _prepare(context: RequestContext, call: Call, attempt: Attempt) -> Con
     reader = context.rules.body_reader
     asked = context.parsed if context.continuation is None else context.continuation.asked
     assert asked is not None
+    if call.tap is None:
+        raise NotContinued("the answer is no event stream, or compressed")
     if captured is None or captured.chunks is None:
         raise NotContinued("the answer is longer than the proxy keeps")
     sent = await reader.in_turns(read_sent(b"".join(captured.chunks)))

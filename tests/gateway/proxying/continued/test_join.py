@@ -126,3 +126,85 @@ def test_reasoning_in_the_rest_ends_the_stream_with_an_error() -> None:
     assert tap.error_seen
     assert b"it begins to reason" in tap.held_back
     assert tap.feed(b"data: [DONE]\n\n") == b""
+
+
+def joined(rest: Rest, sent: Sent, *chunks: bytes) -> tuple[bytes, JoinedTap]:
+    """Returns the bytes for the client of a rest that ends regularly, and its tap."""
+    tap = JoinedTap(False, RestOf(sent, rest, 0.0))
+    return b"".join([tap.feed(chunk) for chunk in chunks]) + tap.flush(), tap
+
+
+def after(kind: BodyKind, tokens: int) -> Sent:
+    sent = drain(read_sent(b"".join(events(kind)[: tokens + (kind is CHAT)])))
+    assert sent is not None
+    return sent
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b"data: ", b"id: 7\ndata: "),
+        (b"\n\n", b"\nid: 7\n\n"),
+        (b"data: ", b"event: message\ndata: "),
+        (b"data: ", b": a comment\ndata: "),
+        (b"data: ", b"data:"),
+        (b"\n", b"\r\n"),
+        (b"\n", b"\r"),
+        (b',"choices"', b',\ndata: "choices"'),
+    ],
+)
+def test_events_are_joined_in_any_form_that_the_standard_allows(old: bytes, new: bytes) -> None:
+    sent = after(CHAT, 3)
+    rest = b"".join(events(CHAT, 3, name="the second")).replace(old, new)
+    raw, tap = joined(Rest(How.TEXT, b"", "", 3), sent, b"\xef\xbb\xbf" + rest)
+    assert not tap.error_seen, tap.held_back
+    lines = [line[5:].strip() for line in raw.splitlines() if line.startswith(b"data:")]
+    found = [orjson.loads(line) for line in lines[:-1]]
+    assert lines[-1] == b"[DONE]"
+    assert {event["id"] for event in found} == {"first"}
+    assert not any("role" in choice["delta"] for event in found for choice in event["choices"])
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_nothing_follows_an_event_that_cannot_be_joined(at_once: bool) -> None:
+    rest = [b"data: {\n\n", *events(CHAT, 3)]
+    raw, tap = joined(Rest(How.TEXT, b"", "", 3), after(CHAT, 3), *([b"".join(rest)] if at_once else rest))
+    assert raw == MARK
+    assert (tap.held_back.count(b"\n\n"), b"[DONE]" in tap.held_back) == (1, False)
+
+
+@pytest.mark.parametrize("chunks", [[], events(CHAT, 3)[:3]])
+def test_a_rest_without_an_end_is_an_error(chunks: list[bytes]) -> None:
+    _, tap = joined(Rest(How.TEXT, b"", "", 3), after(CHAT, 3), *chunks)
+    assert b"it stopped without an end" in tap.held_back
+
+
+def test_usage_is_sent_once() -> None:
+    whole = events(CHAT)[:-1]
+    sent = drain(read_sent(b"".join(whole)))
+    assert sent is not None
+    raw, _ = joined(Rest(How.TEXT, b"", "", 3, text_ended=True), sent, *events(CHAT, len(PIECES) - 1))
+    assert raw == MARK + b"data: [DONE]\n\n"
+
+
+def with_ids(text: str, ids: list[int]) -> bytes:
+    choice = {"index": 0, "text": text, "finish_reason": None, "token_ids": ids, "prompt_token_ids": [1]}
+    return b"data: " + orjson.dumps({"id": "x", "choices": [choice]}) + b"\n\n"
+
+
+def test_ids_that_the_client_has_are_not_sent_again() -> None:
+    sent = drain(read_sent(with_ids("a", [7]) + with_ids("", [8])))
+    assert sent is not None
+    rest = drain(write_rest(BODIES[COMPLETION] % 9, COMPLETION, sent, 9))
+    assert orjson.loads(rest.body)["prompt"] == [1, 7]
+    raw, _ = joined(rest, sent, with_ids("", [8]), with_ids("é", [9]), b"data: [DONE]\n\n")
+    assert [choice["token_ids"] for event in parsed(raw) for choice in event["choices"]] == [[9]]
+    _, tap = joined(rest, sent, with_ids("q", [5]), b"data: [DONE]\n\n")
+    assert b"it has other tokens" in tap.held_back
+
+
+def test_the_first_text_may_follow_a_byte_order_mark_or_come_with_the_role() -> None:
+    event = {"id": "x", "choices": [{"index": 0, "delta": {"role": "assistant", "content": "a"}}]}
+    sent = drain(read_sent(b"\xef\xbb\xbfdata: " + orjson.dumps(event) + b"\n\n"))
+    assert sent is not None
+    assert (sent.text, sent.tokens, sent.roles) == ("a", 1, {0})

@@ -178,3 +178,28 @@ def test_a_full_answer_is_asked_for_its_end_only(limit: int) -> None:
     found = rest(CHAT, {"max_tokens": limit}, limit=limit)
     assert found.text_ended
     assert orjson.loads(found.body)["max_tokens"] == 1
+
+
+@pytest.mark.parametrize("limit", [5.0, "5", True])
+def test_a_limit_that_is_no_integer_is_not_reduced(limit: Any) -> None:
+    for name in ("max_tokens", "min_tokens"):
+        with pytest.raises(NotContinued, match=f"`{name}`"):
+            rest(CHAT, {name: limit})
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "why"),
+    [
+        (CHAT, b'{"stream":true}', "messages"),
+        (COMPLETION, b'{"stream":true}', "prompt"),
+        (CHAT, b'{"messages":[{}],"logprobs":NaN}', "not valid JSON"),
+    ],
+)
+def test_a_body_that_only_the_engine_understands_is_not_continued(kind: BodyKind, body: bytes, why: str) -> None:
+    with pytest.raises(NotContinued, match=why):
+        drain(write_rest(body, kind, after(kind, 3), None))
+
+
+def test_ids_of_white_space_are_not_asked_for_again() -> None:
+    with pytest.raises(NotContinued, match="white space"):
+        rest(CHAT, {"return_token_ids": True}, after(CHAT, 5, ids=True))
