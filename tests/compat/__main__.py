@@ -50,7 +50,7 @@ async def one(client: Client) -> Row:
         try:
             environment = await ready(client.environment) if client.environment else folder
             version = await _version(client, environment)
-            async with rig(folder / "log", *client.flags) as made:
+            async with rig(folder / "log", *client.flags, breaks=client.breaks) as made:
                 (work := folder / "work").mkdir()
                 began_s = time.monotonic()
                 try:
@@ -75,6 +75,9 @@ def _wrong(client: Client, report: ClientReport, counted: Counted, seconds: floa
         wrong.append(f"/metrics counts {counted.metrics} requests")
     if report.requests is not None and report.requests != len(counted.requests):
         wrong.append(f"it made {report.requests} requests by its own account")
+    streams = [one for one in counted.requests if one["stream"] and one["path"] != "/v1/messages"]
+    if client.breaks and not all(one.get("continued") for one in streams):
+        wrong.append("some of its streams were not continued")
     if counted.without_usage:
         wrong.append(f"no usage of {counted.without_usage} answers")
     if report.output_tokens is not None and report.output_tokens != counted.output_tokens:

@@ -65,6 +65,8 @@ class Client:
     package: str = ""
     statuses: frozenset[int] = frozenset({200})
     flags: tuple[str, ...] = ()
+    # Whether each stream breaks, and another replica continues it.
+    breaks: bool = False
     seconds_max: float | None = None
 
 
@@ -114,11 +116,19 @@ async def claude(bench: Bench) -> ClientReport:
     return ClientReport(requests=1, output_tokens=said["usage"]["output_tokens"])
 
 
-async def node(bench: Bench) -> ClientReport:
+async def node(bench: Bench, name: str = "sdks.mjs") -> ClientReport:
     # Modules are looked for beside the script.
-    script = bench.environment / "sdks.mjs"
-    script.write_text((SCRIPTS / "sdks.mjs").read_text())
+    script = bench.environment / name
+    script.write_text((SCRIPTS / name).read_text())
     return ClientReport(**last_json(await run(["node", str(script), bench.rig.url, MODEL], cwd=bench.scratch)))
+
+
+async def continued(bench: Bench) -> ClientReport:
+    return ClientReport(**last_json(await bench.python("continued.py", LANGSMITH_TRACING="false")))
+
+
+async def continued_node(bench: Bench) -> ClientReport:
+    return await node(bench, "continued.mjs")
 
 
 async def browser(bench: Bench) -> ClientReport:
@@ -166,6 +176,8 @@ async def lm_eval_remote(bench: Bench) -> ClientReport:
 
 
 COUNT = 20
+# Replicas that break streams are not ejected.
+BREAKS = ("--retry-budget-ratio", "1", "--health-failures-before-ejection", "1000")
 SLOW = ("--clients-address-requests-per-s", "2")
 
 
@@ -217,6 +229,8 @@ CLIENTS = (
     Client("codex_provider", codex_provider, "codex", "@openai/codex"),
     Client("claude", claude, "claude", "@anthropic-ai/claude-code"),
     Client("node", node, "node", "openai"),
+    Client("continued", continued, "agents", "openai", flags=BREAKS, breaks=True),
+    Client("continued_node", continued_node, "node", "openai", flags=BREAKS, breaks=True),
     Client("browser", browser, "node", "openai", frozenset({200, 404}), ("--clients-allowed-origins", "*")),
     Client("browser_refused", browser_refused, "node", "openai", frozenset({405})),
     Client("agents", agents, "agents", "openai-agents"),

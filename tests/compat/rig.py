@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +82,18 @@ class Rig:
 
 
 @asynccontextmanager
-async def rig(log: Path, *flags: str) -> AsyncIterator[Rig]:
-    """A fresh one, on free ports."""
-    async with Replica(OPTIONS) as replica, served(log, "--port", "0", "--backend", replica.url, *flags) as process:
-        yield Rig(await process.url(), process, replica)
+async def rig(log: Path, *flags: str, breaks: bool = False) -> AsyncIterator[Rig]:
+    """A fresh one, on free ports. With `breaks`, there is a second replica, and each stream breaks once."""
+    async with AsyncExitStack() as stack:
+        options = replace(OPTIONS, text="numbered", reply_tokens=(24, 24)) if breaks else OPTIONS
+        replicas = [await stack.enter_async_context(Replica(options)) for _ in range(1 + breaks)]
+        if breaks:
+            for replica in replicas:
+                # The rest of an answer is shorter, so it does not break.
+                replica.faults.set("reset", after_tokens=13)
+        backends = [word for replica in replicas for word in ("--backend", replica.url)]
+        process = await stack.enter_async_context(served(log, "--port", "0", *backends, *flags))
+        yield Rig(await process.url(), process, replicas[0])
 
 
 def last_json(text: str) -> dict[str, Any]:
