@@ -141,7 +141,11 @@ class JoinedTap(StreamTap):
     def _add(self, usage: dict[str, Any]) -> None:
         """Changes the usage of the rest to the usage of the whole answer: the text so far is no part of the prompt."""
         rest, sent = self._rest, self._sent
-        usage["prompt_tokens"] -= rest.tokens
+        if sent.prompt_ids:
+            usage["prompt_tokens"] = len(sent.prompt_ids)
+        else:
+            # An engine may read the text so far as fewer tokens than were written.
+            usage["prompt_tokens"] = max(1, usage["prompt_tokens"] - rest.tokens)
         if sent.finished:
             usage["completion_tokens"] = sent.tokens + sent.held_tokens
         else:

@@ -119,6 +119,17 @@ def test_the_way_depends_on_what_the_engine_tells(kind: BodyKind, ids: bool, tok
     assert raw.count(MARK) == 1
 
 
+@pytest.mark.parametrize(("prompt_ids", "prompt_tokens"), [(None, 1), ([1, 2, 3, 4, 5, 6], 6)])
+def test_a_text_that_is_read_as_fewer_tokens_leaves_a_prompt(prompt_ids: list[int] | None, prompt_tokens: int) -> None:
+    sent = Sent(text="so far", tokens=9, prompt_ids=prompt_ids)
+    tap = JoinedTap(False, RestOf(sent, Rest(How.TEXT, b"", "", 9), 0.0))
+    usage = {"prompt_tokens": 8, "completion_tokens": 3, "total_tokens": 11}
+    out = tap.feed(b"data: " + orjson.dumps({"id": "x", "choices": [], "usage": usage}) + b"\n\n")
+    found = orjson.loads(out.removeprefix(MARK).removeprefix(b"data: "))["usage"]
+    whole = {"prompt_tokens": prompt_tokens, "completion_tokens": 12, "total_tokens": prompt_tokens + 12}
+    assert found == whole
+
+
 def test_reasoning_in_the_rest_ends_the_stream_with_an_error() -> None:
     tap = JoinedTap(False, RestOf(Sent(text="so far", tokens=2), Rest(How.TEXT, b"", "", 2), 0.0))
     event = {"id": "x", "choices": [{"index": 0, "delta": {"reasoning": "hm"}}]}
