@@ -1,0 +1,331 @@
+"""Replicas fail under open streams: broken streams, wrong texts, and the pause that clients see.
+
+    python -m benchmarks.continued [--only killed] [--times 20]
+
+Three simulated replicas whose text is numbered, a proxy without settings, and 60 clients, each with one stream open
+all the time: chat and completions, with and without usage and token ids. In each scene a replica fails several times.
+Half of these times the proxy has `retry.continue: off`, in alternation. Every text is read token by token. The exit
+status is 1 if a stream broke or a text was wrong while the proxy continued streams.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import signal
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any
+
+import aiohttp
+import orjson
+
+from benchmarks.faults import restart
+from benchmarks.fleet import WITH_ADMIN, Fleet, fleet
+from benchmarks.load import percentile
+from benchmarks.table import Table
+from llmproxy.lab.simulator.server.text import tokens_of
+from tests.numbered import fault_in
+
+REPLICAS, CLIENTS = 3, 60
+FLAGS = ("--model", "sim", "--text", "numbered", "--speed", "0.4")
+TOKENS = range(155, 401, 7)
+"""Lengths of answers. The numbered text of these lengths does not end inside a character."""
+DEADLINE_S = 2.0
+"""Time between a drain and the end of the replica."""
+GAP_S = 1.0
+"""Time between two faults in which nothing happens."""
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+USAGE = {"stream_options": {"include_usage": True}}
+KINDS: tuple[tuple[str, dict[str, Any]], ...] = (
+    (CHAT, {}),
+    (CHAT, USAGE),
+    (COMPLETIONS, {}),
+    (COMPLETIONS, USAGE),
+    (COMPLETIONS, USAGE | {"return_token_ids": True}),
+)
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """A stream as its client saw it. Times are seconds of the event loop."""
+
+    path: str
+    asked: dict[str, Any]
+    backend: str = ""
+    status: int = 0
+    last_s: float = inf
+    gap_s: float = 0.0
+    """The longest time between two pieces of the answer."""
+    hit: bool = False
+    """Whether it was open on a replica that failed."""
+    body: bytes = b""
+    why: str = ""
+    """How it failed; empty if it was whole."""
+
+    @property
+    def continued(self) -> bool:
+        return b": continued\n\n" in self.body
+
+    def judge(self) -> None:
+        """Sets `why`: the stream must look as if no replica had failed."""
+        if self.why:
+            return
+        lines = [line[6:] for line in self.body.split(b"\n") if line.startswith(b"data: ")]
+        events = [orjson.loads(line) for line in lines if line != b"[DONE]"]
+        if self.status != 200 or any("error" in event for event in events):
+            self.why = f"broken: {self.status} {self.body[-200:].decode(errors='replace')}"
+        else:
+            self.why = self._wrong(events, lines.count(b"[DONE]"))
+
+    def _wrong(self, events: list[Any], done: int) -> str:
+        choices = [choice for event in events for choice in event["choices"]]
+        text = "".join(choice.get("text", choice.get("delta", {}).get("content", "")) or "" for choice in choices)
+        roles = sum("role" in choice.get("delta", ()) for choice in choices)
+        ends = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
+        tokens, usage = self.asked["max_tokens"], [event["usage"] for event in events if event.get("usage")]
+        if ends == ["abort"]:
+            return "broken: finish_reason abort"
+        if (fault := fault_in(text)) is not None:
+            return f"wrong: {fault}"
+        seen = {
+            "tokens": (len(tokens_of(text)), tokens),
+            "roles": (roles, int(self.path == CHAT)),
+            "ends": (ends, ["length"]),
+            "done": (done, 1),
+            "ids": (len({event["id"] for event in events}), 1),
+            "usage": ([one["completion_tokens"] for one in usage], [tokens] if "stream_options" in self.asked else []),
+            "sum": (all(one["total_tokens"] == tokens + one["prompt_tokens"] for one in usage), True),
+        }
+        return "; ".join(
+            f"wrong {name}: {found}, not {right}" for name, (found, right) in seen.items() if found != right
+        )
+
+
+class Clients:
+    """Clients that each keep one stream open."""
+
+    def __init__(self, running: Fleet, seed: int) -> None:
+        self._running, self._rng = running, random.Random(seed)
+        self.open: set[Stream] = set()
+        self.seen: list[Stream] = []
+        self._over = False
+        self._tasks = [asyncio.create_task(self._one_after_another(KINDS[i % len(KINDS)])) for i in range(CLIENTS)]
+
+    async def ended(self) -> None:
+        """Send no more requests, and wait until all open ones have ended."""
+        self._over = True
+        await asyncio.gather(*self._tasks)
+
+    def hit(self, index: int) -> None:
+        """Notes the open streams of a replica that fails now."""
+        for stream in self.open:
+            stream.hit = stream.hit or stream.backend == self._running.name(index)
+
+    async def _one_after_another(self, kind: tuple[str, dict[str, Any]]) -> None:
+        while not self._over:
+            stream = await self._ask(*kind)
+            if stream.why:
+                await asyncio.sleep(0.2)
+
+    async def _ask(self, path: str, more: dict[str, Any]) -> Stream:
+        loop, rng = asyncio.get_running_loop(), self._rng
+        prompt = f"{rng.randrange(10**9)} Count, please: é " + "word " * rng.randint(5, 200)
+        content = {"messages": [{"role": "user", "content": prompt}]} if path == CHAT else {"prompt": prompt}
+        asked = {"model": "sim", "stream": True, "max_tokens": rng.choice(TOKENS), "ignore_eos": True}
+        stream = Stream(path, asked | content | more)
+        pieces: list[bytes] = []
+        try:
+            async with (
+                asyncio.timeout(120.0),
+                self._running.session.post(self._running.url + path, json=stream.asked) as answer,
+            ):
+                stream.status, stream.backend = answer.status, answer.headers.get("x-llmproxy-backend", "")
+                self.open.add(stream)
+                async for piece in answer.content.iter_any():
+                    now = loop.time()
+                    stream.gap_s = max(stream.gap_s, now - stream.last_s)
+                    stream.last_s = now
+                    pieces.append(piece)
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            stream.why = f"broken: {type(error).__name__} {error}"
+        self.open.discard(stream)
+        stream.body = b"".join(pieces)
+        stream.judge()
+        self.seen.append(stream)
+        return stream
+
+
+# --- scenes -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A running fleet and its clients."""
+
+    running: Fleet
+    clients: Clients
+
+    async def available(self, index: int) -> None:
+        await self.running.becomes(f'llmproxy_backend_available{{backend="{self.running.name(index)}"}}', 1.0)
+
+    async def start(self, index: int) -> None:
+        await restart(self.running, index)
+        await self.available(index)
+
+
+async def killed(run: Run, index: int) -> None:
+    run.clients.hit(index)
+    await run.running.replicas[index].stop(signal.SIGKILL)
+    await asyncio.sleep(3.0)
+    await run.start(index)
+
+
+async def stopped(run: Run, index: int) -> None:
+    run.clients.hit(index)
+    child = run.running.replicas[index].child
+    child.send_signal(signal.SIGSTOP)
+    await asyncio.sleep(6.0)
+    child.send_signal(signal.SIGCONT)
+    await run.available(index)
+
+
+async def drained(run: Run, index: int) -> None:
+    await run.running.admin(index, "drain")
+    await asyncio.sleep(DEADLINE_S)
+    run.clients.hit(index)
+    await run.running.replicas[index].stop(signal.SIGKILL)
+    await asyncio.sleep(3.0)
+    await restart(run.running, index)
+    await run.running.admin(index, "undrain")
+    await run.available(index)
+
+
+async def errors(run: Run, index: int) -> None:
+    """Each of the next ten streams gets an error event after 50 tokens."""
+    await run.running.fault(index, "stream_error", after_tokens=50, times=10)
+    await asyncio.sleep(5.0)
+    await run.running.fault(index, None)
+    await run.available(index)
+
+
+async def engine_dead(run: Run, index: int) -> None:
+    run.clients.hit(index)
+    await run.running.fault(index, "engine_dead")
+    await asyncio.sleep(3.0)
+    await run.start(index)
+
+
+async def ended(run: Run, index: int) -> None:
+    """Send SIGTERM. The flag `--shutdown` decides about open streams."""
+    run.clients.hit(index)
+    await run.running.replicas[index].stop()
+    await asyncio.sleep(3.0)
+    await run.start(index)
+
+
+async def rolled(run: Run, _: int) -> None:
+    """All replicas, one after the other, each as soon as the one before is back."""
+    for index in range(REPLICAS):
+        run.clients.hit(index)
+        await run.running.replicas[index].stop()
+        await run.start(index)
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    name: str
+    happens: Callable[[Run, int], Awaitable[None]]
+    flags: tuple[str, ...] = ()
+    share: float = 1.0
+    """The share of the repetitions of scenes that take longer."""
+
+
+SCENES = (
+    Scene("killed (`kill -9`)", killed),
+    Scene("stopped (SIGSTOP, SIGCONT 6 s later)", stopped),
+    Scene("drained, killed 2 s later", drained),
+    Scene("error event in mid-stream", errors),
+    Scene("engine dead", engine_dead),
+    Scene("SIGTERM, finish reason `abort`", ended, ("--shutdown", "abort")),
+    Scene("rolling restart, streams cut", rolled, share=0.25),
+    Scene("rolling restart, `abort`", rolled, ("--shutdown", "abort"), 0.25),
+    Scene("rolling restart, streams hang", rolled, ("--shutdown", "hang"), 0.1),
+)
+
+
+@dataclass(slots=True)
+class Result:
+    times: int = 0
+    streams: list[Stream] = field(default_factory=list)
+    reasons: Counter[str] = field(default_factory=Counter)
+    """Why streams were not continued, by the proxy's log."""
+
+
+async def play(scene: Scene, mode: str, times: int, seed: int, result: Result) -> None:
+    """Let a scene happen `times` times on a fleet of its own."""
+    settings = WITH_ADMIN | ({} if mode == "safe" else {"retry": {"continue": mode}})
+    async with fleet([(*FLAGS, *scene.flags)] * REPLICAS, settings=settings) as running:
+        run = Run(running, Clients(running, seed))
+        await asyncio.sleep(4.0)
+        for time in range(times):
+            await scene.happens(run, time % REPLICAS)
+            await asyncio.sleep(GAP_S)
+        await run.clients.ended()
+        result.times += times
+        result.streams += run.clients.seen
+        await asyncio.sleep(0.1)
+        result.reasons += Counter(entry["not_continued"] for entry in running.exits() if entry.get("not_continued"))
+
+
+def row(table: Table, name: str, mode: str, result: Result) -> int:
+    """Print the figures of a scene. Returns the number of streams that failed."""
+    failed = [stream for stream in result.streams if stream.why]
+    broken = sum(stream.why.startswith("broken") for stream in failed)
+    hit = [stream for stream in result.streams if stream.hit or stream.continued or stream.why]
+    gaps_s = [stream.gap_s for stream in hit if not stream.why]
+    spread = [percentile(gaps_s, share) for share in (0.5, 0.9, 0.99)] + [max(gaps_s, default=float("nan"))]
+    counts = (result.times, len(result.streams), len(hit), sum(stream.continued for stream in hit))
+    table.row(name, mode, *counts, broken, len(failed) - broken, *(f"{gap_s:.2f}" for gap_s in spread))
+    return len(failed)
+
+
+async def main() -> int:
+    """Print a row for each scene and mode. 1 if a stream failed although the proxy continues streams."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--times", type=int, default=20, help="faults in each scene and mode; fewer in rolling restarts"
+    )
+    parser.add_argument("--rounds", type=int, default=4, help="how often the modes alternate")
+    parser.add_argument("--only", default="", help="parts of scenes' names, with commas")
+    parser.add_argument("--seed", type=int, default=7)
+    options = parser.parse_args()
+    columns = ("times", "streams", "hit", "continued", "broken", "wrong", "gap s, p50", "p90", "p99", "longest")
+    table, lines, failed = Table("scene", "`retry.continue`", *columns, texts=2), list[str](), 0
+    for scene in SCENES:
+        if not any(part in scene.name for part in options.only.split(",")):
+            continue
+        results = {mode: Result() for mode in ("off", "safe")}
+        times = max(1, round(scene.share * options.times))
+        rounds = min(options.rounds, times)
+        for turn in range(rounds):
+            for mode, result in results.items():
+                here = times // rounds + (turn < times % rounds)
+                await play(scene, mode, here, options.seed + turn, result)
+        for mode, result in results.items():
+            failures = row(table, scene.name, mode, result)
+            if mode == "safe":
+                failed += failures
+                whys = Counter(stream.why[:160] for stream in result.streams if stream.why)
+                lines += [f"{scene.name}: {count} x {why}" for why, count in (whys + result.reasons).most_common(12)]
+    with suppress(BrokenPipeError):
+        print("\n" + "\n".join(lines))
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(asyncio.run(main()))
