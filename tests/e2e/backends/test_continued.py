@@ -219,3 +219,15 @@ async def test_a_stream_that_no_other_replica_can_continue_is_not_counted() -> N
         assert len(found.errors) == 1
         await proxy.settled()
         assert proxy.metric("llmproxy_continued_streams_total") == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+async def test_a_reset_after_any_token_is_not_seen(way: str) -> None:
+    path, body = WAYS[way]
+    async with serving(NUMBERED, NUMBERED) as proxy:
+        undisturbed = await read(proxy, path, body | {"max_tokens": 22})
+        for number in range(1, 22):
+            found = await read_broken(proxy, path, body | {"max_tokens": 22}, "reset", after_tokens=number)
+            assert (found.text, found.ends) == (undisturbed.text, undisturbed.ends)
+            assert found.usage[0]["completion_tokens"] == 22

@@ -9,12 +9,15 @@ from msgspec import Struct
 
 from llmproxy.gateway.http.errors import error_body
 from llmproxy.gateway.http.routes import Dialect
-from llmproxy.gateway.proxying.continued.rule import Rest
+from llmproxy.gateway.proxying.continued.rule import How, Rest
 from llmproxy.gateway.proxying.continued.sent import Sent
 from llmproxy.gateway.proxying.sse import BOM, EVENT_END, StreamTap, named_data
 
 MARK = b": continued\n\n"
 """A comment at the place where the rest begins. Clients ignore comments."""
+
+AGAIN_CHARS = 24
+"""The length of a beginning that the rest of an answer does not repeat by chance."""
 
 
 class RestOf(Struct, frozen=True):
@@ -29,12 +32,18 @@ class RestOf(Struct, frozen=True):
 class JoinedTap(StreamTap):
     """Reads the rest of a stream, and changes its events: same id, no second role, usage of the whole answer."""
 
-    __slots__ = ("_begun", "_finished", "_refused", "_repeated", "_rest", "_sent", "_space")
+    __slots__ = (
+        "_beginning", "_begun", "_finished", "_pending", "_refused", "_repeated", "_rest", "_sent", "_space", "_text",
+    )  # fmt: skip
 
     def __init__(self, hide_usage: bool, rest_of: RestOf) -> None:
         super().__init__(hide_usage, holds=True)
         self._sent, self._rest, self._space = rest_of.sent, rest_of.rest, rest_of.rest.space
         self._repeated = list(rest_of.rest.repeated)
+        # The beginning of the answer, as long as the text of the rest equals it. The events of that text are pending.
+        known = self._sent.text.lstrip()[:AGAIN_CHARS]
+        self._beginning = known if self._rest.how is How.TEXT and len(known) == AGAIN_CHARS else ""
+        self._text, self._pending = "", b""
         # Whether the client got the mark, and whether an event cannot be joined, after which nothing more is relayed,
         # and whether the end of the text was seen.
         self._begun = self._refused = self._finished = False
@@ -64,7 +73,24 @@ class JoinedTap(StreamTap):
                     out.append((b"event: %b\n" % name if name else b"") + b"data: " + data + b"\n\n")
             elif event.strip():
                 out.append(event + b"\n\n")
-        return b"".join(out)
+        return self._goes_on(b"".join(out))
+
+    def _goes_on(self, events: bytes) -> bytes:
+        """Holds the first events of the rest until it is clear that the engine has not begun the answer again.
+
+        Engines that do not know `continue_final_message` ignore it.
+        """
+        if not self._beginning or self._refused:
+            return events
+        text = self._text.lstrip()
+        if text.startswith(self._beginning):
+            self._refuse(400, "it begins the answer again")
+            return b""
+        self._pending += events
+        if self._beginning.startswith(text) and not self._finished:
+            return b""
+        self._beginning = ""
+        return self._pending
 
     def _event(self, payload: bytes) -> bytes:
         """Returns the changed data of an event; nothing if the client has all of it already."""
@@ -110,6 +136,8 @@ class JoinedTap(StreamTap):
             delta |= {name: "" for name in ("text", "content") if name in delta}
             choice["finish_reason"], choice["token_ids"] = "length", None
             return True
+        if self._beginning:
+            self._text += delta.get("text") or delta.get("content") or ""
         if self._space:
             self._remove_space(delta)
         if self._repeated and choice.get("token_ids") and not self._remove_ids(choice):

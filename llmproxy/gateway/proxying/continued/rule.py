@@ -35,7 +35,7 @@ _CARRIED = frozenset({
     "tools", "parallel_tool_calls", "include_reasoning", "reasoning_effort", "chat_template", "chat_template_kwargs",
     "documents", "add_special_tokens", "mm_processor_kwargs", "media_io_kwargs", "return_token_ids", "priority",
     "cache_salt", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity",
-    "request_id", "session_id", "stream_interval", "length_penalty", "truncation_side", "top_logprobs",
+    "request_id", "session_id", "length_penalty", "truncation_side", "top_logprobs",
 })  # fmt: skip
 """Members that mean the same for the rest as for the whole answer, and the limits, which are reduced."""
 
@@ -48,6 +48,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "tool_choice": ("auto", "none"),
     "suffix": ("",),
+    # With several tokens in an event their number is unknown.
+    "stream_interval": (1,),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "return_tokens_as_token_ids": (False,),
@@ -86,7 +88,7 @@ class Rest(Struct, frozen=True):
     body: bytes
     # White space at the end of the text so far, which the engine may write again. Templates remove it from a message.
     space: str
-    # The number of tokens of the answer that the prompt of the rest contains.
+    # The number of tokens of the answer that the engine need not write again.
     tokens: int
     # Whether the client has got the whole text, and only the end of the stream and its usage are missing. The engine is
     # asked for one token more, which is not relayed.
@@ -116,7 +118,8 @@ def write_rest(body: bytes, kind: BodyKind, sent: Sent, limit: int | None, *, al
     how, tokens, space, edits = How.TEXT, sent.tokens, "", list[Edit]()
     if kind is BodyKind.CHAT:
         text = sent.text.rstrip()
-        space, tokens = sent.text[len(text) :], tokens - sent.space_tokens
+        # The engine writes the space of a token again as a token of its own.
+        space, tokens = sent.text[len(text) :], tokens - sent.space_tokens - sent.space_torn
         if space and sent.all_ids:
             raise NotContinued("the client has got the ids of white space, which may be other ids the next time")
         edits += _chat(members, text)

@@ -22,6 +22,8 @@ class Sent(Struct):
     # The number of tokens of `text`, and of the white space at its end. There is an event for one token or a few.
     tokens: int = 0
     space_tokens: int = 0
+    # Whether the last token before that space has a part of it, such as `.\n`.
+    space_torn: bool = False
     # The number of tokens after `text`, of a character that is not complete.
     held_tokens: int = 0
     # The ids of the prompt and of `text`; None unless the client asked the engine for them.
@@ -73,6 +75,8 @@ def read_sent(raw: bytes) -> Slices[Sent | None]:
                     if piece:
                         sent.tokens += sent.held_tokens
                         sent.space_tokens = 0 if piece.strip() else sent.space_tokens + sent.held_tokens
+                        if piece.strip():
+                            sent.space_torn = piece[-1].isspace()
                         ids += new_ids
                         new_ids, sent.held_tokens = [], 0
                         # The last of several ids may end inside a character.
