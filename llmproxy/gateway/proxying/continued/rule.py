@@ -58,7 +58,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (-1,),
     "modalities": (["text"],),
 }
-"""Members that forbid a continuation, unless they have one of these values or are null."""
+"""Members that forbid a continuation. Null and these values are harmless."""
 
 _COUNTING: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
