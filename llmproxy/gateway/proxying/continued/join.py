@@ -87,7 +87,7 @@ class JoinedTap(StreamTap):
             self._refuse(400, "it begins the answer again")
             return b""
         self._pending += events
-        if self._beginning.startswith(text) and not self._finished:
+        if self._beginning.startswith(text) and not (self._finished or self.done_seen):
             return b""
         self._beginning = ""
         return self._pending
