@@ -58,9 +58,11 @@ def tokens(usage: list[dict[str, Any]]) -> list[tuple[int, int, int]]:
     return [(one["prompt_tokens"], one["completion_tokens"], one["total_tokens"]) for one in usage]
 
 
-async def read_broken(proxy: ProxyUnderTest, path: str, body: object, fault: str, **options: Any) -> Read:
-    """Reads streams until one of them met the fault, which only the first replica has."""
-    faults = proxy.replicas[0].faults
+async def read_broken(
+    proxy: ProxyUnderTest, path: str, body: object, fault: str, number: int = 0, **options: Any
+) -> Read:
+    """Reads streams until one of them met the fault, which only one replica has."""
+    faults = proxy.replicas[number].faults
     faults.set(fault, times=1, **options)
     found = await read(proxy, path, body)
     while faults.kind is not None:

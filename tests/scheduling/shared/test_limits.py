@@ -200,8 +200,9 @@ async def test_a_further_attempt_is_not_asked_for(store: MemoryStore, one: Dispa
     again = theirs()
     async with holding(one, again):
         pass
-    async with holding(one, again, frozenset(), AdmissionKind.RETRY):
-        pass
+    for entry in (AdmissionKind.RETRY, AdmissionKind.CONTINUED):
+        async with holding(one, again, frozenset(), entry):
+            pass
     one.ended(again, None)
     assert sum(len(call["asks"]) for call in store.calls) == 1
 
