@@ -160,15 +160,18 @@ class Identity:
         maximum wait. `requested` is its model name, which resolves to `target`.
 
         A trusted header takes precedence over the tenant, and the tenant over the model. No request gets above its
-        tenant's `band_max`. Without `band_max`, a header cannot raise the band, unless the tenant is trusted. Raises
-        Failure (400) for an invalid header of a trusted client.
+        tenant's `band_max`. Without `band_max`, a header cannot raise the band, unless the tenant is trusted. Any
+        client can lower its band. Raises Failure (400) for an invalid header of a trusted client.
         """
-        named = _first(headers, OBJECTIVE_HEADERS) if trusted else None
+        named = _first(headers, OBJECTIVE_HEADERS)
         objective, unknown = _NOTHING, None
         if named is not None:
             known = self._objectives.get(named[1])
-            objective = _Objective(DEFAULT) if known is None else known
-            unknown = named[1][:FLOW_CHARS_MAX] if known is None else None
+            if trusted:
+                objective = _Objective(DEFAULT) if known is None else known
+                unknown = named[1][:FLOW_CHARS_MAX] if known is None else None
+            elif known is not None:
+                objective = _Objective(known.band)
         sources = [_Objective(tenant.band, tenant.ttft_s, tenant.tpot_s)]
         sources += [self._models.get(name, _NOTHING) for name in (requested, target)]
         own = next((one.band for one in sources if one.band is not None), DEFAULT)
@@ -177,10 +180,10 @@ class Identity:
         if trusted:
             times = _milliseconds(headers, TTFT_HEADERS), _milliseconds(headers, TPOT_HEADERS)
             sources.insert(0, _Objective(None, *times))
+        if not trusted or (tenant.band_max is None and tenant.name and not tenant.trusted):
+            band = min(band, own)
         if tenant.band_max is not None:
             band = min(band, tenant.band_max)
-        elif tenant.name and not tenant.trusted:
-            band = min(band, own)
         ttft_s = next((one.ttft_s for one in sources if one.ttft_s is not None), None)
         tpot_s = next((one.tpot_s for one in sources if one.tpot_s is not None), None)
         flow = self._flow_name(headers, trusted, requested, tenant)

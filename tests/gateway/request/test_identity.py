@@ -203,7 +203,7 @@ def test_a_trusted_header_overrides_the_model() -> None:
     trusted = classified(identity, headers, True, "fast", "base")
     assert (trusted.level, trusted.flow) == (SHEDDABLE, "team-a")
     untrusted = classified(identity, headers, False, "fast", "base")
-    assert (untrusted.level, untrusted.flow) == (CRITICAL, "fast")
+    assert untrusted.flow == "fast"
     assert classified(identity, {}, True, "base", "base").level == DEFAULT
 
 
@@ -247,6 +247,28 @@ def test_bands_come_from_header_tenant_model_up_to_band_max(
         tenant, models=[{"name": "m", "criticality": "sheddable"}], objectives=[{"name": "quick", "ttft_s": 0.5}]
     )
     assert classified(identity, headers, True, "m", "m", acme).level == band
+
+
+@pytest.mark.parametrize(
+    ("header", "tenant", "band"),
+    [
+        ("sheddable", {}, SHEDDABLE),
+        ("late", {}, SHEDDABLE),
+        ("critical", {}, DEFAULT),
+        ("critical", {"band_max": "critical"}, DEFAULT),
+        ("sheddable", {"criticality": 50, "band_max": "critical"}, SHEDDABLE),
+        ("default", {"criticality": -200}, -200),
+        ("quick", {}, DEFAULT),
+        ("unheard of", {"criticality": 50}, 50),
+    ],
+)
+def test_any_client_can_lower_its_band_and_gains_nothing(header: str, tenant: dict[str, Any], band: int) -> None:
+    late = {"name": "late", "criticality": "sheddable", "ttft_s": 0.1}
+    identity, acme = of_acme(tenant, objectives=[late, {"name": "quick", "ttft_s": 0.5}])
+    found = classified(identity, {OBJECTIVE: header}, False, "m", "m", acme)
+    assert (found.level, found.slo, found.unknown_objective) == (band, None, None)
+    if not tenant:
+        assert classified(identity, {OBJECTIVE: header}, False, "m", "m").level == band
 
 
 def test_an_unknown_objective_is_the_default_band_and_reported() -> None:
