@@ -242,7 +242,7 @@ async def running(
             stack.push_async_callback(proxy.cluster.close)
         # Requests that are cut during shutdown still return their leases and report their exits before the rest closes.
         stack.callback(proxy.flush_records)
-        stack.push_async_callback(proxy.gateway.handler.idle.wait)
+        stack.push_async_callback(proxy.gateway.handler.idle)
         # A poll makes three requests.
         polled = partial(ended_before, backend_log.all_polled, limit_s=3 * config.poll.timeout_s)
         if sockets.ready_fd is not None:

@@ -170,7 +170,8 @@ class Pass(Struct):
         ahead, left_s = len(self.parts.room.waiting) - 1, self.parts.room.deadlines.own_left_s(queued, now)
         inverted = ahead > 0 and not guaranteed and self._inverts(placed, request.band, now)
         standing = band.fairness.standing(request.flow)
-        sizes, flows = self.parts.room.sizes(), band.flows
+        # Most grants find no other waiting request.
+        sizes, flows = self.parts.room.sizes() if ahead else ((request.band, 1),), band.flows
         waited = self.parts.room.leave(queued)
         backend, answers_on = self.parts.backends.by_name[placed.backend], None
         probe = backend.health.ejected

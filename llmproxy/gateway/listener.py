@@ -87,7 +87,7 @@ class LocalFrontend:
         if self.handler.replaced:
             await self.listener.wait_closed()
         else:
-            await self.handler.idle.wait()
+            await self.handler.idle()
 
 
 async def listen(

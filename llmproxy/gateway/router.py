@@ -163,7 +163,7 @@ class Router:
         self._handler.begin_request()
         try:
             response, outcome, error = await self._stored.serve(
-                path, request, response_id, own_id, tenant, sender, lambda: self._handler.shutting_down
+                path, request, response_id, own_id, tenant, sender, self._handler
             )
         except (asyncio.CancelledError, ConnectionError) as left:
             self._record(request, path, own_id, *self._handler.cancellation(left))

@@ -16,7 +16,7 @@ UNKNOWN_MODEL = "unknown"
 ATTEMPTS_MAX = 16
 """The most attempts in a finished record; the latest ones are kept."""
 
-_NEVER_GRANTED = Attempt()
+NEVER_GRANTED = Attempt()
 
 
 class RequestExit(Routing, kw_only=True, omit_defaults=True):
@@ -101,7 +101,7 @@ class RequestExit(Routing, kw_only=True, omit_defaults=True):
     @property
     def last(self) -> Attempt:
         """The last attempt; an empty record without any attempt."""
-        return self.tried[-1] if self.tried else _NEVER_GRANTED
+        return self.tried[-1] if self.tried else NEVER_GRANTED
 
     @property
     def first_byte_s(self) -> float | None:

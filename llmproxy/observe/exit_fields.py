@@ -7,19 +7,20 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from llmproxy.core.domain import GrantReason
-from llmproxy.observe.exit import RequestExit
+from llmproxy.observe.exit import NEVER_GRANTED, RequestExit
 from llmproxy.observe.series import Counts, Distributions
-from llmproxy.observe.text import ShownNames, shown, shown_seconds
+from llmproxy.observe.text import ShownNames, shown
 
 _names, _agents = ShownNames(), ShownNames()
 
 
 class Shape(NamedTuple):
-    """Functions that format the values of a field: as text of the log, as JSON of the log, and for the decision log.
-    Where a function is None, the value stays unchanged.
+    """How the values of a field are written: as text of the log, as JSON of the log, and in the decision log.
+
+    `text` is an expression over `value`. Where a function is None, the value stays unchanged.
     """
 
-    text: Callable[[Any], str]
+    text: str
     json: Callable[[Any], Any] | None = None
     decision: Callable[[Any], Any] | None = None
 
@@ -44,6 +45,7 @@ class Field(NamedTuple):
     log: str = ""  # Name in the log line, "" to leave it out.
     decision: str = ""  # Name in the decision log, "" to leave it out.
     optional: bool = False  # Left out also if 0 or empty.
+    streams: bool = False  # None unless the answer is a stream.
     feeds: tuple[Feed, ...] = ()
 
 
@@ -82,18 +84,20 @@ def _comparisons(time: str, predicted: str, observed: str = "True") -> tuple[Fee
     )
 
 
-NUMBER = Shape(str)
-TEXT = Shape(shown)
-NAME = Shape(_names.__getitem__)
+NUMBER = Shape("value")
+TEXT = Shape("shown(value)")
+NAME = Shape("names[value]")
 """A text that many requests share; its printable form is cached."""
-AGENT = Shape(_agents.__getitem__)
-SECONDS = Shape(shown_seconds, lambda value: round(value, 4), _microseconds)
+AGENT = Shape("agents[value]")
+SECONDS = Shape("round(value, 4)", lambda value: round(value, 4), _microseconds)
 INSTANT = SECONDS._replace()
 """An instant on the scheduler's clock; in the decision log, seconds since the log was opened."""
-PREDICTED = Shape(shown, None, lambda predicted: {name: _microseconds(value) for name, value in predicted.items()})
-WHY = Shape(lambda why: shown(why_fields(why)), why_fields, why_fields)
+PREDICTED = Shape(
+    "shown(value)", None, lambda predicted: {name: _microseconds(value) for name, value in predicted.items()}
+)
+WHY = Shape("shown(why_fields(value))", why_fields, why_fields)
 TERMS = Shape(
-    lambda terms: "{" + ",".join([f"{_names[name]}:{shown_seconds(value)}" for name, value in terms]) + "}",
+    """'{' + ','.join([f'{names[name]}:{round(term, 4)}' for name, term in value]) + '}'""",
     lambda terms: {name: round(value, 4) for name, value in terms},
     lambda terms: {name: round(value, 6) for name, value in terms},
 )
@@ -136,11 +140,11 @@ FIELDS = (
     Field("max_wait_s", NUMBER, "", "max_wait_s"),
     Field("ttft_s", SECONDS, "ttft_s", "ttft_s",
           feeds=(Feed("time_to_first_token_seconds", when="ended.stream"),)),
-    Field("time_per_output_token_s", SECONDS, "", "tpot_s",
+    Field("time_per_output_token_s", SECONDS, "", "tpot_s", streams=True,
           # An answer in one piece shows no time per token.
           feeds=(Feed("time_per_output_token_seconds"),
                  *_comparisons("tpot", "tpot", "last.chunks > 1 and how is None"))),
-    Field("backend_ttft_s", SECONDS, feeds=_comparisons("ttft", "ttft")),
+    Field("backend_ttft_s", SECONDS, streams=True, feeds=_comparisons("ttft", "ttft")),
     Field("duration_s", SECONDS, "duration_s",
           feeds=(Feed("request_seconds", when="outcome == 'completed'"),)),
     Field("ttft_slo_s", NUMBER, "", "ttft_slo_s"),
@@ -159,7 +163,7 @@ FIELDS = (
     Field("stream", NUMBER, "stream", "stream"),
     Field("last.chunks", NUMBER, "chunks", optional=True),
     Field("last.max_gap_s", SECONDS, "max_gap_s"),
-    Field("mean_gap_s", SECONDS, feeds=(Feed("inter_chunk_seconds", ("mean",)),
+    Field("mean_gap_s", SECONDS, streams=True, feeds=(Feed("inter_chunk_seconds", ("mean",)),
           Feed("inter_chunk_seconds", ("max",), "value if longest_s is None else longest_s"))),
     Field("body_bytes", NUMBER, "body_bytes"),
     Field("response_bytes", NUMBER, "response_bytes"),
@@ -178,12 +182,17 @@ _DECISION = tuple(field for field in FIELDS if field.decision)
 _decision_values = attrgetter(*(field.source for field in _DECISION))
 
 
-_BEGIN = ("def fill(ended):", "    last = ended.last")
+_BEGIN = ("def fill(ended):", "    last = ended.tried[-1] if ended.tried else never_granted")
+_SCOPE: dict[str, Any] = {
+    "never_granted": NEVER_GRANTED, "names": _names, "agents": _agents, "shown": shown, "why_fields": why_fields,
+}  # fmt: skip
+"""The names that `_BEGIN` and the texts of shapes use."""
 
 
 def _read(field: Field) -> str:
     """Returns the expression for the value of a field, valid after the lines of `_BEGIN`."""
-    return f"ended.{field.source}".replace("ended.last.", "last.")
+    value = f"ended.{field.source}".replace("ended.last.", "last.")
+    return f"{value} if ended.stream else None" if field.streams else value
 
 
 def _compiled(begin: str, step: Callable[[int, Field], str]) -> Callable[[RequestExit], Any]:
@@ -192,10 +201,10 @@ def _compiled(begin: str, step: Callable[[int, Field], str]) -> Callable[[Reques
     A loop over the table would take 1.5 times as long. `step` returns the statement for a field, from its number; the
     statement reads `value` and changes `made`.
     """
-    scope: dict[str, Any] = {}
+    scope = dict(_SCOPE)
     lines = [*_BEGIN, f"    made = {begin}"]
     for number, field in enumerate(_LOG):
-        scope |= {f"text_{number}": field.shape.text, f"json_{number}": field.shape.json}
+        scope[f"json_{number}"] = field.shape.json
         condition = "value" if field.optional else "value is not None"
         lines += [f"    value = {_read(field)}", f"    if {condition}: {step(number, field)}"]
     exec("\n".join([*lines, "    return made"]), scope)
@@ -204,7 +213,7 @@ def _compiled(begin: str, step: Callable[[int, Field], str]) -> Callable[[Reques
 
 
 exit_text: Callable[[RequestExit], str] = _compiled(
-    '""', lambda number, field: f'made += f" {field.log}={{text_{number}(value)}}"'
+    '""', lambda _, field: f'made += f" {field.log}={{{field.shape.text}}}"'
 )
 """The fields of the log line as ` name=value`, each value one printable word."""
 exit_fields: Callable[[RequestExit], dict[str, Any]] = _compiled(
@@ -243,7 +252,7 @@ def exit_recorder(
     series: Mapping[str, Counts | Distributions], models: Callable[[str], str], tenants: Callable[[str], str]
 ) -> Callable[[RequestExit], None]:
     """Compiles a function that counts a request in `series`. `models` and `tenants` limit the values of labels."""
-    scope: dict[str, Any] = {"models": models, "tenants": tenants, **series}
+    scope: dict[str, Any] = {**_SCOPE, "models": models, "tenants": tenants, **series}
     lines = [*_BEGIN, *(f"    {label} = {source}" for label, source in _NAMES.items())]
     for field in FIELDS:
         lines += [f"    value = {_read(field)}", "    if value is not None:"] if field.feeds else []

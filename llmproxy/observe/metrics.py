@@ -295,7 +295,8 @@ class Metrics:
             name: series.distribution(f"llmproxy_{name}", text, buckets, *labels.split())
             for name, labels, text, buckets in _HISTOGRAMS
         }
-        self._decision = distributions["decision_seconds"][()]
+        # Gets the seconds of each scheduling pass.
+        self.decided = distributions["decision_seconds"][()].observe
         self._starts, self._pool = distributions["replica_start_seconds"], Capped()
         self._series: dict[str, Counts | Distributions] = {**self._counts, **distributions}
         self.record = exit_recorder(self._series, Capped(UNKNOWN_MODEL), Capped())
@@ -364,10 +365,6 @@ class Metrics:
     def log_lines_lost(self, lines: int) -> None:
         """Counts lines that standard error lost."""
         self._counts["log_lines_lost_total"][()] += lines
-
-    def decided(self, seconds: float) -> None:
-        """Records the duration of a scheduling pass."""
-        self._decision.observe(seconds)
 
     def page(self) -> bytes:
         """Returns the metrics page, as text of the type `CONTENT_TYPE`."""

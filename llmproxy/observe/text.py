@@ -36,10 +36,3 @@ class ShownNames(dict[str, str]):
         if len(self) < self.NAMES_MAX and len(name) <= self.NAME_CHARS_MAX:
             self[name] = word
         return word
-
-
-def shown_seconds(value: float) -> str:
-    """Returns `str(round(value, 4))` in half the time."""
-    text = "%.4f" % value  # noqa: UP031 - the fastest of the ways to format
-    # A shorter text of the same number may exist beyond 15 digits, and `round` leaves no zero at the end.
-    return text if text[-1] != "0" and len(text) <= 16 else str(round(value, 4))

@@ -94,12 +94,12 @@ def test_both_readers_agree_with_the_engines_parser(
         # A large body may hold broken values that are not needed here, but never the other way round.
         assert large is not None
         assert engine is not None
-        assert (small.facts.model, small.facts.stream) == (large.facts.model, large.facts.stream)
-        assert (small.facts.max_tokens, small.sessions) == (large.facts.max_tokens, large.sessions)
+        assert (small.model, small.stream) == (large.model, large.stream)
+        assert (small.max_tokens, small.sessions) == (large.max_tokens, large.sessions)
     for parsed in (small, large):
         if parsed is not None and engine is not None:
-            assert (parsed.facts.model or "") == (engine.get("model") or "")
-            assert parsed.facts.stream or engine.get("stream") is not True
+            assert (parsed.model or "") == (engine.get("model") or "")
+            assert parsed.stream or engine.get("stream") is not True
 
 
 @FUZZED
@@ -129,7 +129,7 @@ def test_a_spliced_body_differs_only_by_the_edits(
             continue
         spliced = parsed.spliced(model=model, want_usage=True, priority=priority, salt=salt)
         expected = orjson.loads(body)
-        if model is not None and parsed.facts.model is not None:
+        if model is not None and parsed.model is not None:
             expected["model"] = model
         if priority is not None and kind in (BodyKind.CHAT, BodyKind.COMPLETION, BodyKind.RESPONSES):
             expected["priority"] = priority
@@ -138,7 +138,7 @@ def test_a_spliced_body_differs_only_by_the_edits(
             assert own == (expected.get("cache_salt") if isinstance(expected.get("cache_salt"), str) else None)
             expected["cache_salt"] = salt
         if spliced.hides_usage:
-            assert parsed.facts.stream
+            assert parsed.stream
             assert kind in (BodyKind.CHAT, BodyKind.COMPLETION)
             options = expected.get("stream_options") or {}
             assert not options.get("include_usage")
@@ -160,7 +160,7 @@ def test_a_body_in_another_encoding_is_refused(
     for parsed in both(body, BodyKind.CHAT):
         engine = engines_view(body)
         if parsed is not None and engine is not None:
-            assert (parsed.facts.model or "") == (engine.get("model") or "")
+            assert (parsed.model or "") == (engine.get("model") or "")
     assert both(text.decode().encode(encoding), BodyKind.CHAT) == [None, None]
 
 

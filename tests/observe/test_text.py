@@ -2,19 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import example, given
-from hypothesis import strategies as st
-
-from llmproxy.observe.text import ShownNames, shown, shown_seconds
-
-
-@given(st.floats() | st.integers(-(10**20), 10**20))
-@example(0.00005)
-@example(-0.0)
-@example(1e22)
-@example(123456789012345.67)
-def test_seconds_read_as_if_rounded(value: float) -> None:
-    assert shown_seconds(value) == str(round(value, 4))
+from llmproxy.observe.text import ShownNames, shown
 
 
 def test_names_are_remembered_up_to_a_bound() -> None:

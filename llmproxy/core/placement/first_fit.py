@@ -4,10 +4,11 @@ flow.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from itertools import islice
 from math import inf
+from types import GeneratorType
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -128,7 +129,7 @@ def first_fit(
                     unmatched.add(queued, placed)
                 passed_over += 1
     finally:
-        if isinstance(lines, Generator):
+        if isinstance(lines, GeneratorType):
             lines.close()
     # If no backend has room for this band, the scheduler must stop here, before lower bands.
     return None if True in rooms(views, ceiling) else NO_CAPACITY

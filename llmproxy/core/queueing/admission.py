@@ -78,8 +78,9 @@ class Admission:
         if entry is AdmissionKind.NEW:
             if request.slo is not None and self._settings.refuse_late:
                 self._refuse_late(request, request.slo, service_s, now)
-            victims = self._victims(request, now)
-            self._limits.admit(request, now)
+            victims = () if self._room.full(request) is None else self._victims(request, now)
+            if request.limits:
+                self._limits.admit(request, now)
             if victims:
                 shed = [self._shed(victim, now) for victim in victims]
         if entry in ARRIVALS:
@@ -148,8 +149,6 @@ class Admission:
     def _victims(self, request: Request, now: float) -> list[Queued]:
         """Returns the requests to shed so that `request` fits. Raises Refused if shedding cannot help."""
         victims: list[Queued] = []
-        if self._room.full(request) is None:
-            return victims
         with closing(self._room.newest_below(request.band)) as below:
             while (full := self._room.full(request, victims)) is not None:
                 victim = next(below, None) if full.total and len(victims) < SHED_MAX else None

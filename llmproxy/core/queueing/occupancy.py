@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
+
+from msgspec import Struct
+from msgspec.structs import astuple
 
 from llmproxy.core.domain import Request
 from llmproxy.core.settings import QueueSettings
 
 
-@dataclass(slots=True)
-class _Usage:
+class _Usage(Struct):
     requests: int = 0
     body_bytes: int = 0
     tokens: int = 0

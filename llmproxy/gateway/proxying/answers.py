@@ -89,10 +89,10 @@ class Answers:
         it. With several choices or prompts, it is unknown which choice the client will send back. A chain of token ids
         cannot continue with text, and a full chain cannot grow.
         """
-        chain, facts = parsed.chain, parsed.facts
+        chain = parsed.chain
         if (
-            chain is None or self._on_read is None or parsed.kind not in PROMPT_MEMBERS or facts.sequences > 1
-            or facts.prompt_tokens is not None or len(chain.hashes) == BLOCKS_MAX
+            chain is None or self._on_read is None or parsed.kind not in PROMPT_MEMBERS or parsed.sequences > 1
+            or parsed.prompt_tokens is not None or len(chain.hashes) == BLOCKS_MAX
         ):  # fmt: skip
             chain = None
         return CapturedAnswer(self, chain, parsed.kind) if continues or chain is not None else None

@@ -9,6 +9,7 @@ from llmproxy.core.kv_connectors import KvConnector, Parameters
 from llmproxy.gateway.http.headers import Headers
 from llmproxy.gateway.http.routes import Dialect
 from llmproxy.gateway.proxying.continued.join import RestOf
+from llmproxy.gateway.proxying.deadlines import Timed
 from llmproxy.gateway.proxying.sse import StreamTap
 from llmproxy.upstream.port import Body
 
@@ -23,9 +24,8 @@ class Answer:
     body: bytes
 
 
-@dataclass(slots=True)
-class Call:
-    """The request as it is sent to a backend, how to treat the answer, and the bytes of the answer that are kept.
+class Call(Timed, eq=False):
+    """The request as it is sent to a backend, its time limits, how to treat the answer, and the bytes that are kept.
 
     The fields before `answer` never change.
     """
@@ -34,7 +34,6 @@ class Call:
     path_qs: str
     headers: Headers
     body: Body
-    stream: bool
     hide_usage: bool
     dialect: Dialect
     # The upper bound for the usage of the answer; None if the answer is free.

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+from math import inf
+
 import structlog
 from msgspec import structs
 
 from llmproxy.config import BackendConfig
-from llmproxy.core.domain import Stage, Usage
+from llmproxy.core.domain import RequestFacts, Stage, Usage
 from llmproxy.core.estimates.tokens import TURNS_MAX, Estimator, usage_max
 from llmproxy.gateway.http.routes import BodyKind, Dialect, Work
 from llmproxy.gateway.proxying.call import Call
 from llmproxy.gateway.proxying.request_context import RequestContext
-from llmproxy.gateway.proxying.split.stages import OPENING_EVENTS, Handover
+from llmproxy.gateway.proxying.split.stages import OPENING_EVENTS, Handover, prefill_limit_s
 from llmproxy.gateway.request.body_reader import SEQUENCES_MAX
 from llmproxy.gateway.request.parsed_body import ParsedBody
+from llmproxy.scheduling.attempt import Attempt
 from llmproxy.scheduling.lease import Lease
 
 UNKNOWN_SHAPES = frozenset({BodyKind.OTHER, BodyKind.FORM})
@@ -50,7 +54,7 @@ def call_for(
     lease: Lease,
     backend: BackendConfig,
     engine_id: str,
-    span_id: str,
+    attempt: Attempt,
     handover: Handover | None,
     ask_usage: bool = True,
 ) -> Call:
@@ -74,12 +78,14 @@ def call_for(
         prompt_alone=prefill,
     )
     head, trace = context.head, context.record.trace
+    rest_of = None if context.continuation is None else context.continuation.rest_of
     return Call(
         route.method,
         head.path_qs,
-        rules.identity.backend_headers(http, engine_id, backend, context.trusted, trace, span_id, head.forwarded),
+        rules.identity.backend_headers(
+            http, engine_id, backend, context.trusted, trace, attempt.span_id or "", head.forwarded
+        ),
         spliced.parts,
-        request.stream,
         spliced.hides_usage,
         route.dialect,
         _usage_max(context),
@@ -90,7 +96,13 @@ def call_for(
         rules.identity.sends_own_key(backend),
         request.adapter in (None, request.model),
         holds=not prefill and route.kind in (rules.continues if request.stream else rules.repeats),
-        rest_of=None if context.continuation is None else context.continuation.rest_of,
+        rest_of=rest_of,
+        deadlines=rules.relay.deadlines,
+        timeouts=rules.config.timeouts,
+        now=asyncio.get_running_loop().time,
+        stream=request.stream,
+        first_byte_s=prefill_limit_s(lease.grant) if prefill else inf,
+        end_s=inf if rest_of is None else rest_of.end_s,
     )
 
 
@@ -98,7 +110,8 @@ def _usage_max(context: RequestContext) -> Usage | None:
     """The upper bound for the usage of the answer; None for a route that computes nothing."""
     if not context.route.computes or context.parsed is None or context.target is None:
         return None
-    facts, sequences = context.parsed.facts, context.parsed.sequences
+    facts: RequestFacts = context.parsed
+    sequences = context.parsed.sequences_asked
     if context.route.dialect is Dialect.RESPONSES:
         sequences = TURNS_MAX
     elif context.route.kind in UNKNOWN_SHAPES:
@@ -111,9 +124,9 @@ def learn_usage(context: RequestContext, usage: Usage, estimator: Estimator) -> 
     """Improve the estimates by the usage of a complete answer."""
     assert context.request is not None
     assert context.parsed is not None
-    facts = context.parsed.facts
-    prompt_bytes = facts.prompt_bytes if facts.prompt_tokens is None else None
+    parsed = context.parsed
+    prompt_bytes = parsed.prompt_bytes if parsed.prompt_tokens is None else None
     known = context.route.work is Work.GENERATES and context.route.kind not in UNKNOWN_SHAPES
     # The number of sequences in the usage of other bodies is unknown, and the rest of a stream shows no whole answer.
-    sequences = context.parsed.sequences if known and context.record.continued is None else None
+    sequences = parsed.sequences_asked if known and context.record.continued is None else None
     estimator.learn(context.request.model, prompt_bytes, sequences, usage)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 from math import inf
 from types import TracebackType
+
+from msgspec import Struct
 
 from llmproxy.config import TimeoutsConfig
 from llmproxy.core.retry import Cause
@@ -24,13 +27,13 @@ class Deadlines:
 
     def __init__(self) -> None:
         # Number of a sweep -> the attempts that it looks at. The sweep is at this number times `SWEEP_S`.
-        self._groups: dict[int, dict[AttemptTimer, None]] = {}
+        self._groups: dict[int, dict[Timed, None]] = {}
         self._swept = 0
         self._next: asyncio.TimerHandle | None = None
         # Thousands may end in one sweep.
         self._ending = PacedCalls()
 
-    def add(self, timer: AttemptTimer, look_s: float) -> None:
+    def add(self, timer: Timed, look_s: float) -> None:
         """Look at an attempt in the first sweep after `look_s`."""
         if self._next is None:
             self._swept = int(timer.now() // SWEEP_S)
@@ -38,7 +41,7 @@ class Deadlines:
         number = timer.group = max(self._swept, int(look_s // SWEEP_S)) + 1
         self._groups.setdefault(number, {})[timer] = None
 
-    def remove(self, timer: AttemptTimer) -> None:
+    def remove(self, timer: Timed) -> None:
         """Forget an attempt that has ended."""
         group = self._groups.get(timer.group)
         if group is not None:
@@ -64,62 +67,56 @@ class Deadlines:
             self._plan()
 
 
-class AttemptTimer:
+class Timed(Struct, eq=False, kw_only=True):
     """The time limits of one attempt, as a context manager that raises TimeoutError.
 
     A stream has a limit for its first token and a limit for silence after it. Every attempt has a total limit.
     """
 
-    __slots__ = (
-        "_cancelling", "_deadlines", "_end_s", "_first_byte_s", "_first_limit_s", "_streaming", "_task", "_timeouts",
-        "expired", "group", "heard_s", "now",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        deadlines: Deadlines,
-        timeouts: TimeoutsConfig,
-        streams: bool,
-        first_byte_s: float = inf,
-        end_s: float = inf,
-    ) -> None:
-        """`first_byte_s` limits the time to the first byte of this attempt, and `end_s` its end, in addition to the
-        configured limits.
-        """
-        self._deadlines, self._timeouts, self._first_byte_s = deadlines, timeouts, first_byte_s
-        self.now = asyncio.get_running_loop().time
-        # When bytes came last, or the client began to read again.
-        self.heard_s = began_s = self.now()
-        self._end_s = min(began_s + timeouts.total_s, end_s)
-        first_byte_s = min(first_byte_s, timeouts.first_byte_s) if streams else inf
-        self._first_limit_s = min(self._end_s, began_s + first_byte_s)
-        self._streaming = self.expired = False
-        self._task: asyncio.Task[object] | None = None
-        self._cancelling = self.group = 0
+    deadlines: Deadlines
+    timeouts: TimeoutsConfig
+    now: Callable[[], float]
+    stream: bool
+    # Limits in addition to the configured ones: the seconds to the first byte, and the time of the end.
+    first_byte_s: float = inf
+    end_s: float = inf
+    # When bytes came last, or the client began to read again.
+    heard_s: float = 0.0
+    expired: bool = False
+    # The number of the sweep that looks at the attempt next.
+    group: int = 0
+    _first_limit_s: float = inf
+    _streaming: bool = False
+    _task: asyncio.Task[object] | None = None
+    _cancelling: int = 0
 
     def __enter__(self) -> None:
+        limits, began_s = self.timeouts, self.now()
+        self.heard_s, self.end_s = began_s, min(began_s + limits.total_s, self.end_s)
+        first_byte_s = min(self.first_byte_s, limits.first_byte_s) if self.stream else inf
+        self._first_limit_s = min(self.end_s, began_s + first_byte_s)
         task = self._task = asyncio.current_task()
         assert task is not None
         self._cancelling = task.cancelling()
-        self._deadlines.add(self, min(self._first_limit_s, self.heard_s + self._timeouts.stall_s))
+        self.deadlines.add(self, min(self._first_limit_s, began_s + limits.stall_s))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         task, self._task = self._task, None
-        self._deadlines.remove(self)
+        self.deadlines.remove(self)
         if self.expired and task is not None and task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
             raise TimeoutError from error
 
     def limit_s(self) -> float:
         """When the attempt ends, unless more bytes come."""
         if self._streaming:
-            return min(self._end_s, self.heard_s + self._timeouts.stall_s)
+            return min(self.end_s, self.heard_s + self.timeouts.stall_s)
         return self._first_limit_s
 
     def look_s(self, now: float) -> float:
         """When to look at the limit again: the answer may begin now, and silence may then end the attempt earlier."""
-        return min(self.limit_s(), now + self._timeouts.stall_s)
+        return min(self.limit_s(), now + self.timeouts.stall_s)
 
     def streaming(self, now: float) -> None:
         """Limit silence from now on: the first token has come."""
@@ -130,7 +127,7 @@ class AttemptTimer:
         if self._task is None:
             return
         if self.limit_s() > at_s:
-            self._deadlines.add(self, self.look_s(at_s))
+            self.deadlines.add(self, self.look_s(at_s))
         else:
             self.cut()
 
@@ -144,19 +141,19 @@ class AttemptTimer:
     def cause(self) -> Cause:
         """The limit that was exceeded."""
         # The clock cannot tell, because a sweep is later than the limit.
-        if self.limit_s() >= self._end_s:
+        if self.limit_s() >= self.end_s:
             return Cause.OVERRAN
         return Cause.STALLED if self._streaming else Cause.LATE
 
     def reason(self) -> str:
         """The exceeded limit as a sentence for the client."""
-        limits, cause = self._timeouts, self.cause
+        limits, cause = self.timeouts, self.cause
         if cause is Cause.OVERRAN:
             phrase = f"did not finish within {limits.total_s:g} s (timeouts.total_s)"
         elif cause is Cause.STALLED:
             phrase = f"was silent for {limits.stall_s:g} s in mid-stream (timeouts.stall_s)"
-        elif self._first_byte_s < limits.first_byte_s:
-            phrase = f"did not compute the prompt within {self._first_byte_s:.0f} s, long after it should have"
+        elif self.first_byte_s < limits.first_byte_s:
+            phrase = f"did not compute the prompt within {self.first_byte_s:.0f} s, long after it should have"
         else:
             phrase = f"sent no first byte within {limits.first_byte_s:g} s (timeouts.first_byte_s)"
         return f"The backend {phrase}."

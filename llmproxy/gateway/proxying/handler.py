@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from itertools import count
 from math import ceil
 from os import urandom
 
 from aiohttp import web
+from msgspec.structs import replace
 
 from llmproxy.config import BackendConfig, Config
 from llmproxy.core.backends.catalogue import Target
@@ -21,7 +21,6 @@ from llmproxy.gateway.http.client_request import ClientRequest
 from llmproxy.gateway.http.errors import INTERNAL_MESSAGE, Failure
 from llmproxy.gateway.http.routes import Dialect
 from llmproxy.gateway.proxying.answers import Answers
-from llmproxy.gateway.proxying.call import Call
 from llmproxy.gateway.proxying.calls import UsageQuestions, call_for, learn_usage
 from llmproxy.gateway.proxying.continued.serving import ask_rest
 from llmproxy.gateway.proxying.failures import deliver_failure, fail
@@ -30,13 +29,11 @@ from llmproxy.gateway.proxying.request_context import RequestContext, make_reque
 from llmproxy.gateway.proxying.response_writer import KeepAlive, ResponseWriter
 from llmproxy.gateway.proxying.rules import Rulebook
 from llmproxy.gateway.proxying.split.handover import SplitServing
-from llmproxy.gateway.proxying.split.stages import Handover
 from llmproxy.gateway.proxying.stored import StoredResponses
 from llmproxy.gateway.request.body import read_body
 from llmproxy.gateway.request.body_budget import BodyBudget, BufferedBody
 from llmproxy.gateway.request.head_facts import HeadFacts
 from llmproxy.gateway.request.identity import REQUEST_ID_HEADER
-from llmproxy.gateway.request.parsed_body import ParsedBody
 from llmproxy.gateway.request.prefix_hash import SALT
 from llmproxy.observe.exit import ExitSink, RequestExit
 from llmproxy.observe.exit_batch import ExitBatch
@@ -86,8 +83,7 @@ class RequestHandler:
         self._open_ids: set[str] = set()
         self._replaced_id_logged = False
         self._usage = UsageQuestions()
-        self.idle = asyncio.Event()
-        self.idle.set()
+        self._idle: asyncio.Event | None = None
 
     def reconfigure(self, config: Config) -> None:
         """Apply the settings that requests do not read from the rulebook."""
@@ -113,15 +109,20 @@ class RequestHandler:
 
     def begin_request(self) -> None:
         """Count an open request, for which a drain waits."""
-        if not self.open_requests:
-            self.idle.clear()
         self.open_requests += 1
 
     def end_request(self) -> None:
         """Count the end of an open request."""
         self.open_requests -= 1
-        if not self.open_requests:
-            self.idle.set()
+        if not self.open_requests and self._idle is not None:
+            self._idle.set()
+            self._idle = None
+
+    async def idle(self) -> None:
+        """Wait until no request is open."""
+        if self.open_requests:
+            self._idle = self._idle or asyncio.Event()
+            await self._idle.wait()
 
     def cancellation(self, cause: BaseException) -> tuple[Outcome, int, str]:
         """The outcome, status and error of a request whose task was cancelled or whose client left."""
@@ -135,7 +136,7 @@ class RequestHandler:
         extra: dict[str, str] = {}
         now = asyncio.get_running_loop().time()
         rules = self._rulebook.current
-        client = ResponseWriter(http, extra, lambda: self.shutting_down, rules.cors)
+        client = ResponseWriter(http, extra, self, rules.cors)
         record = RequestExit(
             request_id=urandom(16).hex(),
             method=head.method,
@@ -147,7 +148,8 @@ class RequestHandler:
         context = RequestContext(rules, head.route, http, head, client, extra, BufferedBody(self.bodies), record)
         self.begin_request()
         try:
-            await self._schedule(context)
+            await self._read(context)
+            await self._attempt_until_answered(context)
         except Failure as failure:
             return await fail(context, failure)
         except Refused as refused:
@@ -175,7 +177,8 @@ class RequestHandler:
 
     # --- reading the request ------------------------------------------------------------------------------------------
 
-    async def _schedule(self, context: RequestContext) -> None:
+    async def _read(self, context: RequestContext) -> None:
+        """Read the request as far as the scheduler needs it. Raises Failure and Refused."""
         http, rules, record, head = context.http, context.rules, context.record, context.head
         if (given := head.given_id) is not None:
             record.request_id, context.repeated = given, given in self._open_ids
@@ -205,11 +208,18 @@ class RequestHandler:
         body = await read_body(http, rules.config.body_bytes_max, rules.config.clients, context.buffered)
         record.body_bytes = len(body)
         context.parsed = await rules.read(context.route, http, body)
-        parsed = context.parsed = await self._isolate(context, context.parsed)
-        if parsed.facts.stream and rules.config.timeouts.keep_alive_s is not None:
+        parsed = context.parsed
+        if context.route.dialect is Dialect.RESPONSES:
+            context.previous = await self._stored.previous(parsed.response_members, tenant, rules)
+        if tenant.salt is not None and context.route.salted:
+            # The tenant shares no cached prefix with other tenants.
+            context.salt = tenant.cache_salt(parsed.text(SALT))
+            chain = None if parsed.chain is None else replace(parsed.chain, salt=context.salt)
+            parsed = context.parsed = replace(parsed, chain=chain)
+        if parsed.stream and rules.config.timeouts.keep_alive_s is not None:
             context.keep_alive = KeepAlive(context.client, rules.config.timeouts.keep_alive_s)
         context.session = rules.identity.session(http, parsed.sessions, context.tenant)
-        target = context.target = await self._target(context, parsed.facts.model)
+        target = context.target = await self._target(context, parsed.model)
         sent = target.adapter or target.model
         record.model, record.target = target.requested, sent if sent != target.requested else None
         if rules.request_limits is not None:
@@ -218,22 +228,11 @@ class RequestHandler:
             )
         self.budget.request()
         if context.route.computes:
-            continues = parsed.facts.stream and context.route.kind in rules.continues
+            continues = parsed.stream and context.route.kind in rules.continues
             context.captured = self._answers.capture(parsed, continues)
             context.client.capture = context.captured.add if context.captured is not None else None
         context.request = make_request(context, parsed, target, f"{self._ids}{next(self._serial)}", self._estimator)
         record.expected_prompt_tokens = context.request.prompt_tokens
-        await self._attempt_until_answered(context, context.request)
-
-    async def _isolate(self, context: RequestContext, parsed: ParsedBody) -> ParsedBody:
-        """Isolate the tenant from cached prefixes and stored responses of other tenants. Raises Failure."""
-        if context.route.dialect is Dialect.RESPONSES:
-            context.previous = await self._stored.previous(parsed.response_members, context.tenant, context.rules)
-        if context.tenant.salt is None or not context.route.salted:
-            return parsed
-        context.salt = context.tenant.cache_salt(parsed.text(SALT))
-        chain = None if parsed.chain is None else replace(parsed.chain, salt=context.salt)
-        return replace(parsed, chain=chain)
 
     async def _target(self, context: RequestContext, asked: str | None) -> Target:
         """Resolve the requested model name. Errors only name models that the tenant may use.
@@ -268,8 +267,9 @@ class RequestHandler:
 
     # --- attempts -----------------------------------------------------------------------------------------------------
 
-    async def _attempt_until_answered(self, context: RequestContext, request: Request) -> None:
-        config = context.rules.config
+    async def _attempt_until_answered(self, context: RequestContext) -> None:
+        config, request = context.rules.config, context.request
+        assert request is not None
         try:
             attempt = await run_attempts(
                 request,
@@ -307,8 +307,15 @@ class RequestHandler:
                 await end_broken(call, attempt, context.client, config.timeouts.stall_s)
 
     async def _attempt(self, context: RequestContext, request: Request, lease: Lease, attempt: Attempt) -> None:
-        rules, tenant, record = context.rules, context.tenant, context.record
-        backend, stage = self._backends[lease.backend], lease.grant.request.stage
+        rules, tenant, record, parsed, grant = (
+            context.rules,
+            context.tenant,
+            context.record,
+            context.parsed,
+            lease.grant,
+        )
+        backend, stage = self._backends[grant.placed.backend], grant.request.stage
+        assert parsed is not None
         if record.trace is not None:
             attempt.span_id = new_span_id()
         if context.trusted or not tenant.name:
@@ -321,64 +328,45 @@ class RequestHandler:
         try:
             if handover is not None:
                 handover = self._split.usable(handover, attempt, lease, backend.url)
-            if attempt.state is not AttemptState.FAILED:
-                asks = lease.grant.request.stream and self._usage.should_ask(backend, lease.grant.at_s)
-                call = await self._call(context, lease, attempt, engine_id, handover, asks)
-                if call.hide_usage and call.refuses(b"stream_options"):
-                    self._usage.record_refusal(backend, lease.grant.at_s)
-                    # The client did not ask for usage: try again without it. A decode engine has freed the prompt of a
-                    # call that it refuses, so the request is served whole instead.
-                    if handover is None:
-                        attempt.restart()
-                        # The refusal cost nothing, but the answer to the second call may report no usage.
-                        lease.usage = None
-                        await self._call(context, lease, attempt, engine_id, None, False)
+            asks = grant.request.stream and self._usage.should_ask(backend, grant.at_s)
+            while attempt.state is not AttemptState.FAILED:
+                call = context.call = call_for(context, parsed, lease, backend, engine_id, attempt, handover, asks)
+                if call.dialect is Dialect.RESPONSES and call.stage is not Stage.PREFILL:
+                    # The callback must not refer to the context, which refers to this client: the cycle would keep the
+                    # body in memory until the garbage collector runs.
+                    context.client.on_commit = self._stored.commit_callback(
+                        call, attempt, backend.name, tenant, context.previous, parsed.stores
+                    )
+                await rules.relay.attempt(attempt, lease, backend.url, call, context.client)
+                if not (call.hide_usage and call.refuses(b"stream_options")):
+                    break
+                self._usage.record_refusal(backend, grant.at_s)
+                # The client did not ask for usage: try again without it. A decode engine has freed the prompt of a call
+                # that it refuses, so the request is served whole instead.
+                if handover is not None:
+                    break
+                attempt.restart()
+                # The refusal cost nothing, but the answer to the second call may report no usage.
+                lease.usage, asks = None, False
         finally:
             # Also after a cancellation: many clients leave as soon as they have read the end mark.
-            self._exits.attempted(lease.backend, attempt.verdict)
+            self._exits.attempted(backend.name, attempt.verdict)
             attempt.ended_s = asyncio.get_running_loop().time()
             if context.continuation is not None and attempt.committed:
                 record.continued = context.continuation.rest_of.rest.how
             if context.continuation is not None and attempt.first_byte_s is not None:
                 gap_s = attempt.first_byte_s - context.continuation.call.last_byte_s
                 attempt.max_gap_s = max(attempt.max_gap_s or 0.0, gap_s)
-            if stage is not Stage.WHOLE or lease.grant.placed.unsplit:
+            if stage is not Stage.WHOLE or grant.placed.unsplit:
                 if attempt.committed:
-                    self._split.note(context, attempt, lease.grant)
-                self._split.keep(context, backend, lease.grant)
+                    self._split.note(context, attempt, grant)
+                self._split.keep(context, backend, grant)
         if not attempt.committed:
-            self._split.note(context, attempt, lease.grant)
+            self._split.note(context, attempt, grant)
         if attempt.verdict is Verdict.UNAUTHORIZED:
             attempt.detail = rules.identity.key_hint(backend)
         if context.previous is not None and context.previous.may_be_elsewhere(attempt):
             attempt.again = Again.ANYWHERE_ELSE
-
-    async def _call(
-        self,
-        context: RequestContext,
-        lease: Lease,
-        attempt: Attempt,
-        engine_id: str,
-        handover: Handover | None,
-        asks_usage: bool,
-    ) -> Call:
-        """Send the request to the backend of the lease, and relay the answer. Returns the call."""
-        client, backend, span_id, parsed = (
-            context.client,
-            self._backends[lease.backend],
-            attempt.span_id or "",
-            context.parsed,
-        )
-        assert parsed is not None
-        call = context.call = call_for(context, parsed, lease, backend, engine_id, span_id, handover, asks_usage)
-        if call.dialect is Dialect.RESPONSES and call.stage is not Stage.PREFILL:
-            # The callback must not refer to the context, which refers to this client: the cycle would keep the body in
-            # memory until the garbage collector runs.
-            client.on_commit = self._stored.commit_callback(
-                call, attempt, backend.name, context.tenant, context.previous, parsed.stores
-            )
-        await context.rules.relay.attempt(attempt, lease, backend.url, call, client)
-        return call
 
     # --- the end ------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from math import inf
 
 import orjson
 
@@ -22,12 +21,12 @@ from llmproxy.gateway.http.headers import to_client
 from llmproxy.gateway.http.routes import Dialect
 from llmproxy.gateway.proxying.call import Answer, Call
 from llmproxy.gateway.proxying.continued.join import JoinedTap
-from llmproxy.gateway.proxying.deadlines import AttemptTimer, Deadlines
+from llmproxy.gateway.proxying.deadlines import Deadlines
 from llmproxy.gateway.proxying.error_words import ABORT, ABORTED, answer_cause, event_cause
 from llmproxy.gateway.proxying.response_writer import ResponseWriter, within
 from llmproxy.gateway.proxying.split.prefill import take_prefill
 from llmproxy.gateway.proxying.split.release import DECODE_GRACE_S, PREFILL_GRACE_S, shield_for
-from llmproxy.gateway.proxying.split.stages import decide_stage_retry, prefill_limit_s
+from llmproxy.gateway.proxying.split.stages import decide_stage_retry
 from llmproxy.gateway.proxying.sse import EncodedTap, StreamTap, usage_in_tail
 from llmproxy.gateway.proxying.stream_relay import (
     BUFFERED_BYTES_MAX,
@@ -66,22 +65,19 @@ _KEY_REFUSED = (
 
 
 class Relay:
-    """Sends requests to backends and relays their answers. Its only state are the timers of open attempts."""
+    """Sends requests to backends and relays their answers. Its only state are the time limits of open attempts."""
 
     def __init__(self, upstream: Upstream, timeouts: TimeoutsConfig) -> None:
         self._upstream = upstream
         self._timeouts = timeouts
-        self._deadlines, self._reports = Deadlines(), ProgressReports()
+        self.deadlines, self._reports = Deadlines(), ProgressReports()
 
     async def attempt(self, attempt: Attempt, lease: Lease, base_url: str, call: Call, client: ResponseWriter) -> None:
         """Send `call` to one backend and relay the answer. Sets the result in `attempt`, verdict and usage in `lease`.
 
         Raises nothing for a failure of the backend. Raises OSError when the client is gone.
         """
-        streams = call.stream or call.connector is not None
-        end_s = inf if call.rest_of is None else call.rest_of.end_s
-        timer = AttemptTimer(self._deadlines, self._timeouts, streams, prefill_limit_s(lease.grant), end_s)
-        exchanging = self._exchange(attempt, timer, lease, base_url, call, client)
+        exchanging = self._exchange(attempt, lease, base_url, call, client)
         try:
             if call.released and call.connector is not None:
                 await shield_for(exchanging, lambda: PREFILL_GRACE_S)
@@ -109,14 +105,14 @@ class Relay:
                 await client.abort()
                 raise ConnectionAbortedError("it stopped reading") from None
             if not await self._was_complete(attempt, client):
-                self._timed_out(attempt, timer, lease)
+                self._timed_out(attempt, call, lease)
         finally:
             if call.stage is not Stage.WHOLE:
                 decide_stage_retry(attempt, call.stage)
             self._account(attempt, lease, call)
 
     async def _exchange(
-        self, attempt: Attempt, timer: AttemptTimer, lease: Lease, base_url: str, call: Call, client: ResponseWriter
+        self, attempt: Attempt, lease: Lease, base_url: str, call: Call, client: ResponseWriter
     ) -> None:
         exchange: Exchange | None = None
 
@@ -125,7 +121,7 @@ class Relay:
             # whole answer has arrived and only the client is slow.
             arrived = exchange is not None and exchange.ended
             if not attempt.committed or (lease.revoked and not arrived):
-                timer.cut()
+                call.cut()
 
         connect_s = self._timeouts.connect_s
         connect = partial(self._upstream.open, base_url, call.method, call.path_qs, call.headers, call.body, connect_s)
@@ -135,13 +131,13 @@ class Relay:
             exchange = await connect()
 
         try:
-            with timer:
+            with call:
                 lease.on_cut = cut
                 if lease.revoked or lease.preempted:
-                    timer.cut()
+                    call.cut()
                 if call.released and call.connector is None:
-                    until_s = timer.now() + DECODE_GRACE_S
-                    await shield_for(connected(), lambda: 0.0 if timer.expired else until_s - timer.now())
+                    until_s = call.now() + DECODE_GRACE_S
+                    await shield_for(connected(), lambda: 0.0 if call.expired else until_s - call.now())
                 else:
                     exchange = await connect()
                 assert exchange is not None
@@ -156,9 +152,9 @@ class Relay:
                 elif call.connector is not None:
                     await take_prefill(attempt, lease, exchange, call, call.connector)
                 elif is_event_stream(exchange):
-                    await self._relay_stream(attempt, timer, lease, exchange, call, client)
+                    await self._relay_stream(attempt, lease, exchange, call, client)
                 else:
-                    await self._relay_plain(attempt, timer, lease, exchange, call, client)
+                    await self._relay_plain(attempt, lease, exchange, call, client)
         finally:
             lease.on_cut = None
             # The source refers to the client, and a cycle would wait for the garbage collector.
@@ -193,7 +189,6 @@ class Relay:
     async def _relay_plain(
         self,
         attempt: Attempt,
-        timer: AttemptTimer,
         lease: Lease,
         exchange: Exchange,
         call: Call,
@@ -205,12 +200,12 @@ class Relay:
         first = await exchange.chunk()
         call.head = first[:4096]
         check_lease(lease)
-        lease.apply(Started(lease.grant.lease), timer.now())
+        lease.apply(Started(lease.grant.lease), call.now())
         more = not exchange.ended
         if more:
-            timer.streaming(timer.now())
+            call.streaming(call.now())
             if call.holds:
-                first = await _held(first, timer, exchange)
+                first = await _held(first, call, exchange)
                 check_lease(lease)
                 more = not exchange.ended
         if call.holds and ABORT in first and not more and ABORTED.search(first):
@@ -220,10 +215,10 @@ class Relay:
             return
         attempt.enter(AttemptState.STREAMING)
         client.commit(exchange.status, exchange.reason, to_client(exchange.headers))
-        relay = ResponseRelay(attempt, call, timer, exchange, client)
+        relay = ResponseRelay(attempt, call, exchange, client)
         relay.take(first)
         if more:
-            timer.streaming(timer.now())
+            call.streaming(call.now())
             await exchange.flow(relay.take)
         await relay.end()
         attempt.complete()
@@ -234,7 +229,6 @@ class Relay:
     async def _relay_stream(
         self,
         attempt: Attempt,
-        timer: AttemptTimer,
         lease: Lease,
         exchange: Exchange,
         call: Call,
@@ -250,7 +244,7 @@ class Relay:
             tap, opening_events = EncodedTap(), 0
         else:
             tap = call.tap = stream_tap(call)
-        relay = StreamRelay(attempt, call, timer, exchange, client, tap, lease, self._reports, opening_events)
+        relay = StreamRelay(attempt, call, exchange, client, tap, lease, self._reports, opening_events)
         try:
             await self._relay_events(attempt, exchange, call, tap, relay)
         finally:
@@ -298,7 +292,7 @@ class Relay:
         attempt.enter(AttemptState.DONE)
         return True
 
-    def _timed_out(self, attempt: Attempt, timer: AttemptTimer, lease: Lease) -> None:
+    def _timed_out(self, attempt: Attempt, call: Call, lease: Lease) -> None:
         outcome = Outcome.BROKEN_STREAM if attempt.committed else Outcome.UPSTREAM_TIMEOUT
         if lease.revoked:
             # An answer that has begun is only given up when the process of the backend is gone.
@@ -311,7 +305,7 @@ class Relay:
             attempt.enter(AttemptState.FAILED)
             attempt.outcome, attempt.verdict = Outcome.INTERNAL, Verdict.PREEMPTED
         else:
-            attempt.fail(outcome, timer.cause, timer.reason())
+            attempt.fail(outcome, call.cause, call.reason())
 
     def _account(self, attempt: Attempt, lease: Lease, call: Call) -> None:
         """Set the verdict and the usage of the lease at the end of an attempt."""
@@ -362,12 +356,12 @@ def fail_without_stream(attempt: Attempt) -> None:
     attempt.status = 502
 
 
-async def _held(first: bytes, timer: AttemptTimer, exchange: Exchange) -> bytes:
+async def _held(first: bytes, call: Call, exchange: Exchange) -> bytes:
     """Returns an answer in one piece, or its first HELD_BYTES_MAX bytes. Another backend may still be tried."""
     held = bytearray(first)
     while not exchange.ended and len(held) < HELD_BYTES_MAX:
         held += await exchange.chunk()
-        timer.heard_s = timer.now()
+        call.heard_s = call.now()
     return bytes(held)
 
 

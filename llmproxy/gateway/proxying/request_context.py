@@ -6,9 +6,10 @@ import asyncio
 from dataclasses import dataclass
 
 from aiohttp import web
+from msgspec import Struct
 
 from llmproxy.core.backends.catalogue import Target
-from llmproxy.core.domain import Outcome, Request
+from llmproxy.core.domain import Outcome, Request, Slo
 from llmproxy.core.estimates.tokens import Estimator
 from llmproxy.gateway.http.routes import Route, Work
 from llmproxy.gateway.proxying.answers import CapturedAnswer
@@ -48,8 +49,7 @@ class Continuation:
     rest_of: RestOf
 
 
-@dataclass(slots=True)
-class RequestContext:
+class RequestContext(Struct, eq=False):
     """The objects of one request. `record` has everything that is logged about it.
 
     The fields without a default never change.
@@ -108,8 +108,8 @@ class RequestContext:
         assert record.arrived_s is not None
         record.duration_s = now - record.arrived_s
         record.response_bytes = self.client.sent_bytes
-        if self.target is None and self.parsed is not None and self.parsed.facts.model is not None:
-            record.unknown_model = self.parsed.facts.model[:_MODEL_CHARS_MAX]
+        if self.target is None and self.parsed is not None and self.parsed.model is not None:
+            record.unknown_model = self.parsed.model[:_MODEL_CHARS_MAX]
         if self.request is not None:
             if record.queue_wait_s is None:
                 record.queue_wait_s = record.duration_s
@@ -125,17 +125,18 @@ class RequestContext:
             record.error = shortened(" ".join(filter(None, (record.error, last.detail))))
         else:
             record.error = None
-        record.met = self._met(last)
+        if record.slo is not None:
+            record.met = self._met(last, record.slo)
         return record
 
-    def _met(self, last: Attempt) -> bool | None:
-        """Whether the request met its objective; None without an objective, or if the client caused the miss.
+    def _met(self, last: Attempt, slo: Slo) -> bool | None:
+        """Whether the request met its objective; None if the client caused the miss.
 
         A rate-limited request is no miss. Otherwise tenants that exceed their limits would get precedence.
         """
         record, call = self.record, self.call
-        slo, outcome = record.slo, record.outcome
-        if self.request is None or slo is None or outcome in _CLIENTS_DOING or 400 <= record.status < 429:
+        outcome = record.outcome
+        if self.request is None or outcome in _CLIENTS_DOING or 400 <= record.status < 429:
             return None
         if outcome is not Outcome.COMPLETED or call is None:
             return False
@@ -152,7 +153,7 @@ def make_request(
     context: RequestContext, parsed: ParsedBody, target: Target, request_id: str, estimator: Estimator
 ) -> Request:
     """Returns the request for the scheduler, and adds its class to the record."""
-    record, facts, identity = context.record, parsed.facts, context.rules.identity
+    record, identity = context.record, context.rules.identity
     assert record.arrived_s is not None
     head, names = context.head, (target.requested, target.model)
     if head.standing is not None and head.standing_for == names:
@@ -167,15 +168,15 @@ def make_request(
     assert flow is not None
     assert max_wait_s is not None
     record.band = context.rules.band_names.get(level, str(level))
-    record.adapter, record.stream = target.adapter, facts.stream
-    prompt_tokens, output_tokens = estimator.tokens(target.model, facts)
+    record.adapter, record.stream = target.adapter, parsed.stream
+    prompt_tokens, output_tokens = estimator.tokens(target.model, parsed)
     computes = context.route.computes
     if context.route.work is not Work.GENERATES:
         prompt_tokens, output_tokens = prompt_tokens if computes else 1, 0
     prefix: tuple[int, ...] = ()
     prefix_tokens = 0.0
     if parsed.chain is not None and computes:
-        as_ids = facts.prompt_tokens is not None
+        as_ids = parsed.prompt_tokens is not None
         token_bytes = ID_BYTES if as_ids else estimator.bytes_per_token(target.model)
         prefix = parsed.chain.hashes_on(target.model, target.adapter)
         prefix_tokens = BLOCK_BYTES / token_bytes
@@ -192,9 +193,9 @@ def make_request(
         body_bytes=record.body_bytes,
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
-        max_tokens=facts.max_tokens,
-        sequences=facts.sequences,
-        stream=facts.stream,
+        max_tokens=parsed.max_tokens,
+        sequences=parsed.sequences,
+        stream=parsed.stream,
         tenant=context.tenant.name,
         weight=record.weight,
         slo=record.slo,
@@ -204,6 +205,6 @@ def make_request(
         prefix_tokens=prefix_tokens,
         session=context.session,
         splittable=parsed.splittable and context.previous is None,
-        prepared=facts.prepared or not computes,
+        prepared=parsed.prepared or not computes,
         backend=context.previous.backend if context.previous is not None else None,
     )

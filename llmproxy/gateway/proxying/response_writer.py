@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from http.client import responses
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from aiohttp import HttpVersion11, web
 from aiohttp.helpers import rfc822_formatted_time
@@ -19,6 +19,14 @@ from llmproxy.upstream import http1
 _BODILESS = frozenset({204, 304})
 EVENT_STREAM: Headers = [("Content-Type", "text/event-stream; charset=utf-8"), ("Cache-Control", "no-cache")]
 KEEP_ALIVE = b": keep-alive\n\n"
+
+
+class Server(Protocol):
+    """The process that serves the request."""
+
+    @property
+    def shutting_down(self) -> bool:
+        """Whether the process is about to end."""
 
 
 class Source(Protocol):
@@ -44,13 +52,13 @@ async def within(step: Coroutine[Any, Any, None], client: ResponseWriter, limit_
 class ResponseWriter:
     """Sends the answer of one request straight to the transport, the head and the first bytes in one write.
 
-    `extra` contains the proxy's own header fields, which every answer gets. An answer that begins while
-    `shutting_down()` is true asks the client to close its connection. `cors` adds the CORS fields for web pages; None
+    `extra` contains the proxy's own header fields, which every answer gets. An answer that begins while `server` shuts
+    down asks the client to close its connection. `cors` adds the CORS fields for web pages; None
     adds none.
     """
 
     __slots__ = (
-        "_chunked", "_committed", "_connection", "_cors", "_drained", "_extra", "_head", "_request", "_shutting_down",
+        "_chunked", "_committed", "_connection", "_cors", "_drained", "_extra", "_head", "_request", "_server",
         "_silent", "_transport", "capture", "on_commit", "response", "sent_bytes", "source", "status",
     )  # fmt: skip
 
@@ -58,13 +66,13 @@ class ResponseWriter:
         self,
         request: web.BaseRequest,
         extra: dict[str, str],
-        shutting_down: Callable[[], bool] = lambda: False,
+        server: Server,
         cors: Cors | None = None,
     ) -> None:
         self._cors = cors
         self._request = request
         self._extra = extra
-        self._shutting_down = shutting_down
+        self._server = server
         self._transport: asyncio.Transport | None = None
         self._connection: ClientConnection | None = None
         self._head = b""
@@ -127,7 +135,9 @@ class ResponseWriter:
         fields = [*headers, *self._extra.items()]
         if self._cors is not None:
             fields = self._cors.passed_on(request.headers.get("origin"), fields)
-        known = {name.lower(): value for name, value in fields}
+        known = dict[str, str]()
+        for name, value in fields:
+            known[name.lower()] = value
         self.response, self.status = SentResponse(status=status), status
         if known.get("content-encoding", "identity").lower() != "identity":
             self.capture = None
@@ -136,7 +146,7 @@ class ResponseWriter:
         if not delimited and modern:
             self._chunked = True
             fields.append(("Transfer-Encoding", "chunked"))
-        keep_alive = request.keep_alive and (delimited or modern) and not self._shutting_down()
+        keep_alive = request.keep_alive and (delimited or modern) and not self._server.shutting_down
         if not keep_alive:
             self.response.force_close()
         if keep_alive is not modern:
@@ -147,9 +157,11 @@ class ResponseWriter:
         phrase = reason_to_client(reason) or responses.get(status, "")
         self._head = http1.head(f"HTTP/{version} {status} {phrase}", fields)
         self._transport = request.transport
-        self._connection = cast(ClientConnection, request.protocol)
-        self._connection.writer = self
-        if self._connection.writing_paused:
+        connection = request.protocol
+        assert isinstance(connection, ClientConnection)
+        self._connection = connection
+        connection.writer = self
+        if connection.writing_paused:
             self.pause_writing()
 
     def write(self, data: bytes) -> None:
@@ -175,8 +187,10 @@ class ResponseWriter:
             self.response.force_close()
         if self._connection is not None and self._connection.left:
             raise ConnectionResetError("its connection is closed")
-        self._send(b"0\r\n\r\n" if self._chunked and whole else b"")
-        await self.drained()
+        if self._head or self._chunked:
+            self._send(b"0\r\n\r\n" if self._chunked and whole else b"")
+        if self._drained is not None:
+            await self._drained
         if self._connection is not None:
             self._connection.writer = None
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from llmproxy.config import Config
-from llmproxy.core.domain import Outcome, RequestFacts
+from llmproxy.core.domain import Outcome
 from llmproxy.core.kv_connectors import KvConnector, connectors
 from llmproxy.core.placement.policy import presets
 from llmproxy.gateway.http.client_address import Clients
@@ -78,7 +78,7 @@ class Rules:
         """Parse a body that has arrived. Raises Failure (400)."""
         if route.method == "GET":
             # A GET names its model in the query.
-            return ParsedBody(RequestFacts(http.rel_url.query.get("model") or None), route.kind, b"")
+            return ParsedBody(model=http.rel_url.query.get("model") or None, kind=route.kind, body=b"")
         content_type = http.headers.get("content-type", "")
         body = body if route.kind is BodyKind.FORM else body.removeprefix(BOM_UTF8)
         wanted = "multipart/form-data" if route.kind is BodyKind.FORM else "application/json"

@@ -25,7 +25,7 @@ from llmproxy.gateway.http.headers import to_client
 from llmproxy.gateway.http.routes import Dialect
 from llmproxy.gateway.proxying.call import Call
 from llmproxy.gateway.proxying.relay import end_with_error
-from llmproxy.gateway.proxying.response_writer import ResponseWriter, within
+from llmproxy.gateway.proxying.response_writer import ResponseWriter, Server, within
 from llmproxy.gateway.proxying.rules import Rulebook, Rules
 from llmproxy.gateway.proxying.stream_relay import is_encoded, is_event_stream
 from llmproxy.gateway.request.auth import NO_TENANT, Tenant
@@ -177,7 +177,7 @@ class StoredResponses:
         own_id: str,
         tenant: Tenant,
         sender: Client,
-        shutting_down: Callable[[], bool],
+        server: Server,
     ) -> tuple[web.StreamResponse, Outcome, str | None]:
         """Forwards a request of `tenant` about a stored response, to the backend that has this response.
 
@@ -193,7 +193,7 @@ class StoredResponses:
         trusted = rules.identity.trusts(sender, tenant)
         if trusted or not tenant.name:
             extra["x-llmproxy-backend"] = name
-        client = ResponseWriter(request, extra, shutting_down, rules.cors)
+        client = ResponseWriter(request, extra, server, rules.cors)
         headers = rules.identity.backend_headers(request, own_id, backend, trusted)
         query = request.rel_url.raw_query_string
         limit_s = rules.config.timeouts.stall_s

@@ -8,7 +8,6 @@ from functools import partial
 from llmproxy.core.lease_events import Committed, Progress, Started
 from llmproxy.gateway.http.headers import Headers, to_client
 from llmproxy.gateway.proxying.call import Call
-from llmproxy.gateway.proxying.deadlines import AttemptTimer
 from llmproxy.gateway.proxying.response_writer import ResponseWriter
 from llmproxy.gateway.proxying.sse import StreamTap
 from llmproxy.lifecycle.paced import PacedCalls
@@ -27,14 +26,11 @@ PROGRESS_S = 0.5
 class ResponseRelay:
     """Relays the bytes of an answer in the callback in which they arrive. A slow client pauses the backend."""
 
-    __slots__ = ("_attempt", "_call", "_client", "_exchange", "_timer")
+    __slots__ = ("_attempt", "_call", "_client", "_exchange")
 
-    def __init__(
-        self, attempt: Attempt, call: Call, timer: AttemptTimer, exchange: Exchange, client: ResponseWriter
-    ) -> None:
+    def __init__(self, attempt: Attempt, call: Call, exchange: Exchange, client: ResponseWriter) -> None:
         self._attempt = attempt
         self._call = call
-        self._timer = timer
         self._exchange = exchange
         self._client = client
         client.source = self
@@ -45,13 +41,13 @@ class ResponseRelay:
         call.answer_bytes += len(data)
         call.tail = data[-TAIL_BYTES:] if len(data) >= TAIL_BYTES else (call.tail + data)[-TAIL_BYTES:]
         self._client.write(data)
-        self._timer.heard_s = self._timer.now()
+        call.heard_s = call.now()
 
     async def end(self) -> None:
         """End the answer, and wait until the client has caught up."""
         self._attempt.enter(AttemptState.DELIVERING)
         # Until here, an answer that is not a stream had only the total time limit.
-        self._timer.streaming(self._timer.now())
+        self._call.streaming(self._call.now())
         await self._client.end()
 
     def pause(self) -> None:
@@ -59,7 +55,7 @@ class ResponseRelay:
 
     def resume(self) -> None:
         # The backend was not silent: the proxy did not read.
-        self._timer.heard_s = self._timer.now()
+        self._call.heard_s = self._call.now()
         self._exchange.resume()
 
 
@@ -77,7 +73,6 @@ class StreamRelay(ResponseRelay):
         self,
         attempt: Attempt,
         call: Call,
-        timer: AttemptTimer,
         exchange: Exchange,
         client: ResponseWriter,
         tap: StreamTap,
@@ -85,7 +80,7 @@ class StreamRelay(ResponseRelay):
         reports: ProgressReports,
         opening_events: int = 0,
     ) -> None:
-        super().__init__(attempt, call, timer, exchange, client)
+        super().__init__(attempt, call, exchange, client)
         self._opening_events = opening_events
         self._tap = tap
         self._lease = lease
@@ -94,16 +89,16 @@ class StreamRelay(ResponseRelay):
         self.first = b""
 
     def take(self, data: bytes) -> None:
-        attempt, call, timer = self._attempt, self._call, self._timer
+        attempt, call = self._attempt, self._call
         if not attempt.committed:
             self._buffer(data)
             return
-        now = timer.now()
+        now = call.now()
         gap_s = now - call.last_byte_s
         if attempt.first_byte_s is not None and gap_s > (attempt.max_gap_s or 0.0):
             attempt.max_gap_s = gap_s
         call.last_byte_s = now
-        timer.heard_s = now
+        call.heard_s = now
         self._forward(self._tap.feed(data), now)
 
     def _buffer(self, data: bytes) -> None:
@@ -121,7 +116,7 @@ class StreamRelay(ResponseRelay):
 
     def _begin(self) -> None:
         check_lease(self._lease)
-        attempt, exchange, now = self._attempt, self._exchange, self._timer.now()
+        attempt, exchange, now = self._attempt, self._exchange, self._call.now()
         self._lease.apply(Committed(self._lease.grant.lease), now)
         attempt.enter(AttemptState.STREAMING)
         self._client.commit(exchange.status, exchange.reason, event_fields(exchange))
@@ -139,7 +134,7 @@ class StreamRelay(ResponseRelay):
             attempt.first_byte_s = now
             attempt.max_gap_s = 0.0
             self._lease.apply(Started(self._lease.grant.lease), now)
-            self._timer.streaming(now)
+            self._call.streaming(now)
         if data:
             attempt.chunks += 1
             self._client.write(data)
@@ -150,7 +145,7 @@ class StreamRelay(ResponseRelay):
     def report(self) -> None:
         """Report the progress to the lease if bytes have come since the last report."""
         if self._call.last_byte_s > self._reported_s:
-            now = self._reported_s = self._timer.now()
+            now = self._reported_s = self._call.now()
             self._lease.apply(Progress(self._lease.grant.lease, self._tap.data_events), now)
 
     def flush(self) -> None:

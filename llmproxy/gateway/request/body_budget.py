@@ -72,7 +72,8 @@ class BufferedBody:
             return False
         self.size += size
         budget.buffered_bytes += size
-        budget.make_room(budget.bytes_max)
+        if budget.buffered_bytes > budget.bytes_max:
+            budget.make_room(budget.bytes_max)
         return True
 
     def begin(self, on_refused: Callable[[], None]) -> None:
@@ -107,6 +108,7 @@ class BufferedBody:
 
     def release(self) -> None:
         """Returns the bytes to the budget. A second call changes nothing."""
-        self.finish()
+        if self.on_refused is not None:
+            self.finish()
         self._budget.buffered_bytes -= self.size
         self.size = 0

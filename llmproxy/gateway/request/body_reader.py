@@ -10,13 +10,12 @@ import asyncio
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
 import orjson
+from msgspec import Struct
 
-from llmproxy.core.domain import RequestFacts
 from llmproxy.gateway.http.routes import BodyKind
 from llmproxy.gateway.request.json_scan import (
     MEDIA_BYTES,
@@ -106,11 +105,8 @@ class BodyReader:
         """Reads one body; forms need `content_type`. Raises BadBody. The loop is never blocked for more than 10 ms."""
         if kind is BodyKind.FORM:
             return await self.in_turns(read_form(body, content_type, self._session_members))
-        if parses_at_once(body):
-            return await self._small(body, kind)
-        return await self.in_turns(read_large(body, kind, self._prefixes, self._session_members))
-
-    async def _small(self, body: bytes, kind: BodyKind) -> ParsedBody:
+        if not parses_at_once(body):
+            return await self.in_turns(read_large(body, kind, self._prefixes, self._session_members))
         if not self._prefixes:
             return read_small(body, kind, self._session_members)
         began_s = time.perf_counter()
@@ -209,17 +205,45 @@ def _assembled(
     members: Mapping[str, Member] | None,
     chain: Chain | None,
 ) -> ParsedBody:
+    model = fields.get("model")
+    if model is not None and not isinstance(model, str):
+        raise BadBody("The model must be a string: the name of a model or an adapter.", "body.model")
+    stream = as_bool(fields.get("stream"))
+    if stream is None and kind is not BodyKind.OTHER:
+        raise BadBody("The field stream must be true or false.", "body.stream")
+    text_bytes, tokens, max_tokens = 0, list[int](), None
+    for size in sizes:
+        text_bytes += size.text_bytes
+        if size.tokens is not None:
+            tokens.append(size.tokens)
+    for name in LIMITS[kind]:
+        if (max_tokens := fields.get(name)) is not None:
+            break
     sequences = _sequences(fields, sizes)
     # A tool that must be called is a grammar too.
     grammar = not _GRAMMAR.isdisjoint(fields) or fields.get("tool_choice") not in (None, "auto", "none")
-    prepared = grammar or len(body) > PARSE_BYTES_MAX or any(map(_has_media, sizes))
-    facts = _facts(fields, sizes, kind, sequences, prepared)
     stored = {}
     if kind is BodyKind.RESPONSES:
         stored = {name: fields[name] for name in RESPONSE_MEMBERS if name in fields}
-    options = fields.get("stream_options", ABSENT)
-    splittable = sequences == 1 and _is_splittable(kind, fields)
-    return ParsedBody(facts, kind, body, options, members, chain, sessions, stored, guarded, sequences, splittable)
+    return ParsedBody(
+        model=model or None,
+        stream=stream is True,
+        prompt_bytes=text_bytes,
+        prompt_tokens=sum(tokens) if tokens and not text_bytes else None,
+        max_tokens=_count(max_tokens),
+        sequences=min(SEQUENCES_MAX, sequences),
+        prepared=grammar or len(body) > PARSE_BYTES_MAX or any(map(_has_media, sizes)),
+        kind=kind,
+        body=body,
+        stream_options=fields.get("stream_options", ABSENT),
+        members=members,
+        chain=chain,
+        sessions=sessions,
+        response_members=stored,
+        guarded=guarded,
+        sequences_asked=sequences,
+        splittable=sequences == 1 and _is_splittable(kind, fields),
+    )
 
 
 def _is_splittable(kind: BodyKind, fields: Mapping[str, Any]) -> bool:
@@ -268,12 +292,19 @@ def read_form(body: bytes, content_type: str, session_members: Sequence[str] = (
     stream = texts.get("stream", "").strip().lower()
     if stream not in TRUE | FALSE:
         raise BadBody("The form field stream must be true or false.", "body.stream")
-    facts = RequestFacts(model, stream in TRUE, MEDIA_BYTES, prepared=True)
-    return ParsedBody(facts, BodyKind.FORM, body, members=found, sessions=_sessions(texts, session_members))
+    return ParsedBody(
+        model=model,
+        stream=stream in TRUE,
+        prompt_bytes=MEDIA_BYTES,
+        prepared=True,
+        kind=BodyKind.FORM,
+        body=body,
+        members=found,
+        sessions=_sessions(texts, session_members),
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class _Size:
+class _Size(Struct, frozen=True):
     text_bytes: int = 0
     # The exact number of tokens, if the member contains token ids.
     tokens: int | None = None
@@ -283,34 +314,6 @@ class _Size:
 
 
 _has_media = attrgetter("media")
-
-
-def _facts(
-    fields: Mapping[str, Any], sizes: list[_Size], kind: BodyKind, sequences: int, prepared: bool
-) -> RequestFacts:
-    model = fields.get("model")
-    if model is not None and not isinstance(model, str):
-        raise BadBody("The model must be a string: the name of a model or an adapter.", "body.model")
-    stream = as_bool(fields.get("stream"))
-    if stream is None and kind is not BodyKind.OTHER:
-        raise BadBody("The field stream must be true or false.", "body.stream")
-    text_bytes, tokens, max_tokens = 0, list[int](), None
-    for size in sizes:
-        text_bytes += size.text_bytes
-        if size.tokens is not None:
-            tokens.append(size.tokens)
-    for name in LIMITS[kind]:
-        if (max_tokens := fields.get(name)) is not None:
-            break
-    return RequestFacts(
-        model=model or None,
-        stream=stream is True,
-        prompt_bytes=text_bytes,
-        prompt_tokens=sum(tokens) if tokens and not text_bytes else None,
-        max_tokens=_count(max_tokens),
-        sequences=min(SEQUENCES_MAX, sequences),
-        prepared=prepared,
-    )
 
 
 def _sequences(fields: Mapping[str, Any], sizes: list[_Size]) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -63,31 +63,32 @@ class Spliced:
     hides_usage: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedBody:
+class ParsedBody(RequestFacts, frozen=True, kw_only=True):
     """The properties of one body that scheduling needs, and its bytes."""
 
-    # The input of scheduling.
-    facts: RequestFacts
     kind: BodyKind
-    body: bytes = field(repr=False)
+    body: bytes
     stream_options: Any = ABSENT
     # Positions of values; None for a small body, which is scanned only when a splice needs it.
-    members: Mapping[str, Member] | None = field(default=None, repr=False)
+    members: Mapping[str, Member] | None = None
     # The hash chain of the prompt; None if no chain was computed.
-    chain: Chain | None = field(default=None, repr=False)
+    chain: Chain | None = None
     # Member name -> text, for members that name a session.
-    sessions: Mapping[str, str] = field(default_factory=dict, repr=False)
+    sessions: Mapping[str, str] = {}
     # The members of a `/v1/responses` body about stored responses.
-    response_members: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    response_members: Mapping[str, Any] = {}
     # Every transfer parameter and priority, repeated names included.
-    guarded: tuple[tuple[str, Member], ...] = field(default=(), repr=False)
-    # The number of sequences that the engine may run. `facts.sequences` is capped, this number is not.
-    sequences: int = 1
+    guarded: tuple[tuple[str, Member], ...] = ()
+    # The number of sequences that the engine may run. `sequences` is capped, this number is not.
+    sequences_asked: int = 1
     # Whether one engine may compute the prompt and another engine the answer.
     splittable: bool = False
     # The limit of the answer that the proxy writes into the body.
     written_limit: int | None = None
+
+    def __repr__(self) -> str:
+        # Without the text of the prompt.
+        return f"<ParsedBody {self.kind.name} model={self.model!r} bytes={len(self.body)}>"
 
     @property
     def stores(self) -> bool:
@@ -156,7 +157,7 @@ class ParsedBody:
             added.append(b'"' + KV_TRANSFER.encode() + b'":' + transfer)
         if prompt_alone:
             self._alone(edits, added)
-        if model is not None and model != self.facts.model and self.facts.model is not None:
+        if model is not None and model != self.model and self.model is not None:
             self._set("model", model.encode() if self.kind is BodyKind.FORM else orjson.dumps(model), edits, added)
         usage = self._usage_option() if want_usage and not prompt_alone else None
         if usage is not None and self.stream_options is ABSENT:
@@ -175,7 +176,7 @@ class ParsedBody:
         if added:
             start = self.body.index(b"{") + 1
             # A streaming body has the member `stream`, so it is not empty.
-            last = b"" if not self.facts.stream and _CLOSES.match(self.body, start) else b","
+            last = b"" if not self.stream and _CLOSES.match(self.body, start) else b","
             edits.append((start, start, b",".join(added) + last))
         return Spliced(spliced(self.body, sorted(edits)), usage is not None)
 
@@ -192,7 +193,7 @@ class ParsedBody:
 
     def _usage_option(self) -> bytes | None:
         """Returns the `stream_options` that ask for usage; None if the body needs no change."""
-        if not self.facts.stream or self.kind not in (BodyKind.CHAT, BodyKind.COMPLETION):
+        if not self.stream or self.kind not in (BodyKind.CHAT, BodyKind.COMPLETION):
             return None
         options = self.stream_options
         if options is ABSENT or options is None:

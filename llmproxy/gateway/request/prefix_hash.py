@@ -21,10 +21,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import orjson
+from msgspec import Struct
 from xxhash import xxh64_digest, xxh64_intdigest
 
 from llmproxy.gateway.http.routes import BodyKind
@@ -75,8 +75,7 @@ CACHE_CONTROL = "cache_control"
 ROLES = {role: MEMBER + b'role"%b"' % role.encode() for role in ("system", "user", "assistant", "tool", "developer")}
 
 
-@dataclass(frozen=True, slots=True)
-class Chain:
+class Chain(Struct, frozen=True):
     """The hash chain of a prompt. A chain of BLOCKS_MAX blocks is full and does not change."""
 
     # The hashes of the full blocks.
@@ -100,6 +99,8 @@ class Chain:
 
     def hashes_on(self, model: str, adapter: str | None) -> tuple[int, ...]:
         """The hashes for `model` and `adapter`. Different models, adapters or salts share no cached block."""
+        if not self.hashes:
+            return ()
         mark = xxh64_intdigest(orjson.dumps([model, adapter] if self.salt is None else [model, adapter, self.salt]))
         return tuple([block ^ mark for block in self.hashes])
 
@@ -258,7 +259,10 @@ def _item(out: list[bytes], item: dict[str, Any], depth: int, system: bool) -> N
     for name, value in item.items():
         if len(out) > PIECES_MAX:
             raise _DenseError
-        if name in TEXT:
+        if name in TEXT and type(value) is str and not system:
+            # Most content is one text.
+            out.append(value.encode())
+        elif name in TEXT:
             _content(out, value, depth + 1, system)
         elif name in SKIPPED or value is None or value == [] or value == {}:
             continue

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NoReturn
 
 import orjson
@@ -42,11 +41,11 @@ class RequestLimits:
         owners = [(owner, limits) for owner, limits in sources if limits is not None]
         if not owners or not route.computes:
             return parsed
-        prompt_tokens = _at_least(parsed.facts, estimator.bytes_per_token(target.model))
+        prompt_tokens = _at_least(parsed, estimator.bytes_per_token(target.model))
         for owner, limits in owners:
             most = limits.prompt_tokens_max
             if most is not None and prompt_tokens > most:
-                about = "" if parsed.facts.prompt_tokens is not None else "about "
+                about = "" if parsed.prompt_tokens is not None else "about "
                 _refuse(
                     f"The prompt has {about}{prompt_tokens:,} tokens, and a request of the {owner} may have {most:,}"
                     " (prompt_tokens_max): send a shorter prompt.",
@@ -71,9 +70,9 @@ class RequestLimits:
             return parsed
         context = target.context_tokens
         # An engine refuses a limit that exceeds its context after the prompt. Without a limit, it stops at the context.
-        if context is not None and estimator.tokens(target.model, parsed.facts)[0] + most > context:
+        if context is not None and estimator.tokens(target.model, parsed)[0] + most > context:
             return parsed
-        return replace(parsed, written_limit=most, facts=structs.replace(parsed.facts, max_tokens=most))
+        return structs.replace(parsed, written_limit=most, max_tokens=most)
 
 
 def _at_least(facts: RequestFacts, bytes_per_token: float) -> int:

@@ -180,7 +180,7 @@ class Sums:
         tokens = max(0, last.prompt_tokens or 0), max(0, last.output_tokens or 0)
         if ended.flow is not None:
             self._add_flow((name, ended.flow), ended.weight, sum(tokens), ended.queue_wait_s or 0.0)
-        tpot_s = ended.time_per_output_token_s
+        tpot_s = ended.time_per_output_token_s if ended.stream else None
         if ended.stream and ended.ttft_s is not None:
             band.ttft_s[bucket_of(ended.ttft_s)] += 1
             if tpot_s is not None:
@@ -205,7 +205,7 @@ class Sums:
         if tpot_s is not None:
             backend.token_us += round(tpot_s * 1e6)
             backend.streams += 1
-        observed_s = ended.backend_ttft_s
+        observed_s = ended.backend_ttft_s if ended.stream else None
         if observed_s is not None and observed_s > 0.0:
             backend.first_us += round(observed_s * 1e6)
             backend.firsts += 1

@@ -235,7 +235,7 @@ class _Worker:
         if self.listener is not None and state.replaced and not state.draining:
             await self.listener.wait_closed()
         else:
-            await self.handler.idle.wait()
+            await self.handler.idle()
         self._link.send(messages.WorkerIdle())
 
 
@@ -260,7 +260,7 @@ async def _serve(end: socket.socket) -> int:
             await stack.enter_async_context(background_task(authorities, "follow authorities"))
             await stack.enter_async_context(background_task(worker.report_buffered_bytes, "report buffered bytes"))
             stack.callback(worker.handler.log_lines.flush)
-            stack.push_async_callback(worker.handler.idle.wait)
+            stack.push_async_callback(worker.handler.idle)
             opened = [socket.socket(fileno=fd) for fd in start.fds]
             worker.listener = await listen(stack, worker.router, config, ClientTls.from_config(config.tls), opened)
             stack.callback(worker.handler.cut)

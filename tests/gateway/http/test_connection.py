@@ -7,6 +7,7 @@ import itertools
 import socket
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import uvloop
 from aiohttp import web
@@ -114,7 +115,7 @@ async def test_bytes_for_a_client_that_left_are_dropped_until_its_handler_is_can
 
     class Streaming(Waiting):
         async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-            writer = ResponseWriter(request, {})
+            writer = ResponseWriter(request, {}, Mock(shutting_down=False))
             writer.commit(200, "OK", [])
             writer.write(b"x")
             writer.source = Source()

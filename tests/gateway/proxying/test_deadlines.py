@@ -9,7 +9,7 @@ import pytest
 
 from llmproxy.config import TimeoutsConfig
 from llmproxy.core.retry import Cause
-from llmproxy.gateway.proxying.deadlines import SWEEP_S, AttemptTimer, Deadlines
+from llmproxy.gateway.proxying.deadlines import SWEEP_S, Deadlines, Timed
 from llmproxy.lifecycle.paced import CALLS
 from tests.dispatching import virtual
 
@@ -21,7 +21,11 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def ended(timer: AttemptTimer) -> float:
+def timed(deadlines: Deadlines, stream: bool = True) -> Timed:
+    return Timed(deadlines=deadlines, timeouts=LIMITS, now=asyncio.get_running_loop().time, stream=stream)
+
+
+async def ended(timer: Timed) -> float:
     """Waits in the limits of an attempt. Returns when they end it."""
     with pytest.raises(TimeoutError), timer:
         await asyncio.Event().wait()
@@ -42,7 +46,7 @@ async def ended(timer: AttemptTimer) -> float:
     ],
 )
 async def test_an_attempt_ends_at_its_limit(streams: bool, chunks_s: list[float], cause: Cause, limit_s: float) -> None:
-    timer = AttemptTimer(Deadlines(), LIMITS, streams)
+    timer = timed(Deadlines(), streams)
     for chunk_s in chunks_s:
         asyncio.get_running_loop().call_at(chunk_s, timer.streaming, chunk_s)
     at_s = await ended(timer)
@@ -62,7 +66,7 @@ async def test_ten_thousand_limits_in_one_sweep_end_a_few_attempts_in_each_turn(
             loop.call_soon(count)
 
     async def attempt() -> None:
-        await ended(AttemptTimer(deadlines, LIMITS, streams=True))
+        await ended(timed(deadlines))
         if not ends:
             loop.call_soon(count)
         ends[turn] += 1
@@ -75,7 +79,7 @@ async def test_ten_thousand_limits_in_one_sweep_end_a_few_attempts_in_each_turn(
 
 @virtual
 async def test_an_attempt_that_ends_in_time_is_forgotten() -> None:
-    with AttemptTimer(Deadlines(), LIMITS, streams=True):
+    with timed(Deadlines()):
         await asyncio.sleep(1.0)
     await asyncio.sleep(20.0)
 
@@ -83,7 +87,7 @@ async def test_an_attempt_that_ends_in_time_is_forgotten() -> None:
 @virtual
 async def test_a_cancellation_by_another_is_no_timeout() -> None:
     async def attempt() -> None:
-        with AttemptTimer(Deadlines(), LIMITS, streams=True):
+        with timed(Deadlines()):
             await asyncio.Event().wait()
 
     task = asyncio.create_task(attempt())

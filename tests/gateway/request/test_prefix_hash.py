@@ -3,13 +3,13 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from typing import Any
 
 import orjson
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from llmproxy.gateway.http.routes import BodyKind
 from llmproxy.gateway.request.json_scan import PARSE_BYTES_MAX, Kind, Member, drain, scan_members

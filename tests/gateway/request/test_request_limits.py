@@ -65,7 +65,7 @@ def test_the_limit_is_written_only_where_a_body_gives_none(
     parsed = kept(limits_of({"max_tokens_max": 50}), body, kind, large)
     assert sent(parsed) == (body if expected is None else expected)
     if expected is not None:
-        assert parsed.facts.max_tokens == 50
+        assert parsed.max_tokens == 50
 
 
 @pytest.mark.parametrize("large", [False, True])

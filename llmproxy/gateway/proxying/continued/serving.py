@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from msgspec import structs
 
 from llmproxy.core.domain import Request
@@ -53,13 +51,13 @@ async def _prepare(context: RequestContext, call: Call, attempt: Attempt) -> Con
     if sent is None:
         raise NotContinued("the events of the answer have an unknown shape")
     always = config.retry.continue_ == "always"
-    rest = await reader.in_turns(write_rest(asked.body, asked.kind, sent, asked.facts.max_tokens, always=always))
+    rest = await reader.in_turns(write_rest(asked.body, asked.kind, sent, asked.max_tokens, always=always))
     parsed = asked
     if rest.body is not asked.body:
         if not context.buffered.add_whole(len(rest.body)):
             raise NotContinued("the proxy keeps as many bytes of request bodies as it may")
         parsed = await reader.read(rest.body, asked.kind)
         if parsed.chain is not None and asked.chain is not None:
-            parsed = replace(parsed, chain=replace(parsed.chain, salt=asked.chain.salt))
+            parsed = structs.replace(parsed, chain=structs.replace(parsed.chain, salt=asked.chain.salt))
     end_s = (context.record.tried[0].granted_s or 0.0) + config.timeouts.total_s
     return Continuation(asked, call, attempt, parsed, RestOf(sent, rest, end_s))

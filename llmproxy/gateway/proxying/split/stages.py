@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import inf
 from urllib.parse import urlsplit
 
 import structlog
@@ -65,9 +64,7 @@ class Handover:
 
 
 def prefill_limit_s(grant: Grant) -> float:
-    """The prefill timeout of a grant; inf for a decode stage and for a whole request."""
-    if grant.request.stage is not Stage.PREFILL:
-        return inf
+    """The prefill timeout of a grant."""
     predicted = grant.placed.ttft
     return max(PREFILL_LIMIT_S, PREFILL_LATE * (0.0 if predicted is None else predicted.p90_s))
 
