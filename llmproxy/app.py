@@ -8,8 +8,11 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from random import Random
+from socket import gethostname
 from uuid import uuid4
+from zoneinfo import ZoneInfo
 
 from llmproxy.backends import discovery
 from llmproxy.backends.adapter_keeper import AdapterKeeper
@@ -30,6 +33,7 @@ from llmproxy.gateway.admin.backends import BackendRoutes
 from llmproxy.gateway.admin.debug import AdminPages
 from llmproxy.gateway.admin.live import LivePages
 from llmproxy.gateway.admin.scale import ScalePages
+from llmproxy.gateway.admin.usage import UsagePage
 from llmproxy.gateway.build import Gateway
 from llmproxy.gateway.http.client_limits import ClientLimits
 from llmproxy.gateway.http.tls import ClientTls
@@ -51,6 +55,7 @@ from llmproxy.observe.live.recorder import Recorder
 from llmproxy.observe.live.snapshot import LiveSnapshot
 from llmproxy.observe.metrics import BackendState, LiveState, Metrics, QueueState
 from llmproxy.observe.trace_context import Sampler
+from llmproxy.observe.usage import Usage, process_name
 from llmproxy.remote.cluster.build import build_member, config_hash
 from llmproxy.remote.cluster.cluster import Cluster
 from llmproxy.remote.cluster.leasing import ClusterLeasing
@@ -197,6 +202,7 @@ async def running(
     sockets: Sockets | None = None,
     drained: Collection[str] = (),
     state: StateFile | None = None,
+    usage_folder: Path | None = None,
 ) -> AsyncIterator[Proxy]:
     """Runs a proxy on the current loop until the block ends.
 
@@ -205,6 +211,7 @@ async def running(
         sockets: Inherited listening sockets.
         drained: Names of backends that were drained in the previous process.
         state: The file that keeps learned batch limits and capacities over a restart.
+        usage_folder: The folder that keeps the use of tenants; None keeps it in memory.
 
     Raises:
         ListenError: A port cannot be opened.
@@ -223,7 +230,7 @@ async def running(
         backend_log = BackendLog(pools)
         endpoints = Endpoints()
         stack.push_async_callback(endpoints.close)
-        proxy = await _build(stack, config, reread, pools, limits, backend_log, endpoints)
+        proxy = await _build(stack, config, reread, pools, limits, backend_log, endpoints, usage_folder)
         backend_log.expect(backend.name for backend in _configured(config))
         proxy.registry.drain_on_join(drained)
         if state is not None:
@@ -268,6 +275,7 @@ async def _build(
     limits: SharedLimits | None,
     backend_log: BackendLog,
     endpoints: Endpoints,
+    usage_folder: Path | None,
 ) -> Proxy:
     """Creates and connects all parts of a proxy that does not listen yet. The parts stop when `stack` is left.
 
@@ -294,7 +302,9 @@ async def _build(
     cluster_leasing = None if config.cluster.listen is None else ClusterLeasing(dispatcher, registry.backends)
 
     shown = [recorder.record] if cluster_leasing is None else [cluster_leasing.exited, recorder.record]
-    readers = [*shown, *_exit_readers(stack, config, metrics, now(), lambda: gateway.rulebook.current.config)]
+    usage = await _usage(stack, config, pools, usage_folder)
+    further = _exit_readers(stack, config, metrics, now(), lambda: gateway.rulebook.current.config)
+    readers = [*shown, usage.record, *further]
     exits = Exits(metrics, *readers)
     # Request ids must differ between members.
     ids = "" if cluster_leasing is None else f"{incarnation}-"
@@ -328,6 +338,7 @@ async def _build(
         gateway.rulebook, pools, gateway.handler, metrics, exits, admin_pages,
         AdapterRoutes(adapters, keeper, dispatcher, gateway.rulebook), BackendRoutes(registry, proxy.reloader, now),
         _live_pages(proxy, now), proxy.scale,
+        UsagePage(usage, pools, lambda: {tenant.name: tenant for tenant in proxy.config.tenants}, now),
     )  # fmt: skip
     if cluster_leasing is not None:
         cluster = proxy.cluster = build_member(
@@ -407,6 +418,16 @@ def _exit_readers(
         export = spans.started("https" if config.tls.cert else "http", metrics.spans_lost)
         stack.push_async_callback(asyncio.to_thread, export.close)
         yield export.record
+
+
+async def _usage(stack: AsyncExitStack, config: Config, pools: Pools, folder: Path | None) -> Usage:
+    """Returns the use of tenants, which the budgets of this day begin with. Writes it until `stack` is left."""
+    name = process_name(config.cluster.member or gethostname(), time.time())  # noqa: TID251 - days are of the calendar
+    usage = Usage(folder, name, ZoneInfo(config.usage.time_zone), time.time)  # noqa: TID251
+    await stack.enter_async_context(background_task(usage.run, "write the use of tenants"))
+    await usage.begin_day(pools.days)
+    await stack.enter_async_context(background_task(partial(usage.follow_days, pools.days), "begin days"))
+    return usage
 
 
 def _configured(config: Config) -> tuple[BackendConfig, ...]:

@@ -12,7 +12,7 @@ import structlog
 import uvloop
 
 from llmproxy.app import Proxy, running
-from llmproxy.backends.state_file import AUTO, NONE, StateFile, log_old_file, place
+from llmproxy.backends.state_file import AUTO, NONE, StateFile, folder_of, log_old_file, place
 from llmproxy.config import Config, ConfigError, unused_settings
 from llmproxy.config.reload import Reread
 from llmproxy.lifecycle import GC_THRESHOLDS, early_signals
@@ -45,7 +45,8 @@ async def _serve(config: Config, reread: Reread | None) -> int:
         if config.state_file == AUTO:
             log_old_file(path)
         state = None if path is None else StateFile(path)
-        async with running(config, reread, sockets, inherited_drains(os.environ), state) as proxy:
+        usage = folder_of(config.usage.dir, os.environ, config.host, config.port)
+        async with running(config, reread, sockets, inherited_drains(os.environ), state, usage) as proxy:
             # Needed also without a file, because the default action of SIGHUP ends the process.
             reloader = proxy.reloader
             no_file = partial(_log.warning, "nothing_to_reload", hint=NO_FILE)

@@ -100,6 +100,12 @@ def place(setting: str, environ: Mapping[str, str], host: str, port: int) -> Pat
     return None
 
 
+def folder_of(setting: str, environ: Mapping[str, str], host: str, port: int) -> Path | None:
+    """Returns the folder for the setting `usage.dir`, by default beside the state file; None without a folder."""
+    path = place(setting, environ, host, port)
+    return path.with_name("usage-" + path.stem.removeprefix("state-")) if path and setting == AUTO else path
+
+
 def log_old_file(path: Path | None) -> None:
     """Logs that a file of an earlier version, in the same folder, is not read."""
     if path is not None and path.name != OLD_NAME and (old := path.with_name(OLD_NAME)).exists():

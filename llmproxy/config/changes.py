@@ -28,6 +28,7 @@ NEEDS_RESTART = frozenset(
         "key_metrics",
         "tracing",
         "state_file",
+        "usage",
         "plugins",
         "reload",
         # Policies keep state that depends on these, for every request that waits or runs.

@@ -30,7 +30,14 @@ from llmproxy.config.schema.backends import (
     ScalingConfig,
     repeated_backends,
 )
-from llmproxy.config.schema.process import AdminConfig, ClientsConfig, ClusterConfig, SharedLimitsConfig, TlsConfig
+from llmproxy.config.schema.process import (
+    AdminConfig,
+    ClientsConfig,
+    ClusterConfig,
+    SharedLimitsConfig,
+    TlsConfig,
+    UsageConfig,
+)
 from llmproxy.config.schema.requests import (
     ModelConfig,
     ObjectiveConfig,
@@ -122,6 +129,8 @@ class Config(Section):
     """Send traces by OpenTelemetry, by its OTEL_* variables. Needs the extra otel."""
     state_file: str = Field(default="auto", examples=["/var/lib/llmproxy/limits.json"])
     """File of learned batch limits for the next start: auto (in the state directory), none, or a path."""
+    usage: UsageConfig = UsageConfig()
+    """The use of tenants by day, which `/v1/usage` shows to them."""
     plugins: tuple[Module, ...] = Field(default=(), examples=[["our_policies"]])
     """Python modules that register policies."""
     reload: Annotated[str, one_of(RELOADS)] = "watch"

@@ -76,5 +76,5 @@ def model_limit(name: str) -> str:
 def _limits(config: Config) -> dict[str, UsageLimit]:
     entries = [(tenant_limit(tenant.name), tenant.limits) for tenant in config.tenants]
     entries += [(model_limit(model.name), model.limits) for model in config.models]
-    usage = [(name, UsageLimit(one.in_flight, one.requests_per_min, one.tokens_per_min)) for name, one in entries]
+    usage = [(name, UsageLimit(**_same_names(UsageLimit, limits))) for name, limits in entries]
     return {name: limit for name, limit in usage if limit != UsageLimit()}

@@ -10,6 +10,7 @@ from hashlib import sha256
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from typing import Annotated
 from urllib.parse import urlsplit
+from zoneinfo import ZoneInfo
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, PlainValidator
 
@@ -230,6 +231,15 @@ def host_and_port(value: str) -> str:
     host, _, port = value.rpartition(":")
     if not host or (":" in host and not host.startswith("[")) or integer_of(port) is None or not 0 <= int(port) < 65536:
         raise ValueError(f"{value!r} is no HOST:PORT")
+    return value
+
+
+def time_zone_of(value: str) -> str:
+    """Validates the name of a time zone."""
+    try:
+        ZoneInfo(value)
+    except (OSError, ValueError):
+        raise ValueError("is no time zone that this system knows; write a name such as Europe/Berlin, or UTC") from None
     return value
 
 

@@ -82,6 +82,7 @@ class Pools:
         self._make_placement = make_placement
         self._occupancy = Occupancy(settings.queue)
         self._limits = UsageLimits(settings.limits, rates)
+        self.days = self._limits.days
         self._lease_serial = count(1)
         self.health_events: deque[tuple[str, EjectionEvent]] = deque(maxlen=HEALTH_EVENTS_MAX)
         self.faults = Faults()
@@ -334,6 +335,12 @@ class Pools:
     def rate_debts(self, now: float) -> dict[RateName, float]:
         """Returns, for each rate limit in use, the seconds until it is unused again."""
         return self._limits.rates.debts(now)
+
+    def usage_left(self, name: str, now: float) -> dict[str, float | None]:
+        """Returns the remaining part of each rate and budget of a limit; None for one that is not configured."""
+        per_min, per_day = self._limits.rates.left_per_min(name, now), self.days.left(name, now)
+        names = ("requests_per_min", "tokens_per_min", "requests_per_day", "tokens_per_day")
+        return dict(zip(names, (*per_min, *per_day), strict=True))
 
     def restore_rates(self, debts: Mapping[RateName, float], now: float) -> None:
         """Takes over the used part of rate limits from another process."""

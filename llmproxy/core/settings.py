@@ -68,15 +68,17 @@ class UsageLimit:
     in_flight: int | None = None  # Requests beyond this number wait.
     requests_per_min: float | None = None  # Requests beyond a rate are refused.
     tokens_per_min: float | None = None  # Tokens of prompts and answers.
+    requests_per_day: float | None = None  # Requests beyond a budget are refused until the next day.
+    tokens_per_day: float | None = None
 
     def split(self, divisor: int) -> UsageLimit:
         """Returns the part of the limit for each of `divisor` independent processes; at least 1 in flight."""
         if divisor == 1:
             return self
+        rates = (self.requests_per_min, self.tokens_per_min, self.requests_per_day, self.tokens_per_day)
         return UsageLimit(
             None if self.in_flight is None else max(1, self.in_flight // divisor),
-            None if self.requests_per_min is None else self.requests_per_min / divisor,
-            None if self.tokens_per_min is None else self.tokens_per_min / divisor,
+            *(None if rate is None else rate / divisor for rate in rates),
         )
 
 

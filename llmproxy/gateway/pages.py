@@ -18,8 +18,9 @@ from llmproxy.gateway.admin.backends import BackendRoutes
 from llmproxy.gateway.admin.debug import ADAPTERS, EXPLAIN, QUEUE, UI, AdminPages
 from llmproxy.gateway.admin.live import LivePages
 from llmproxy.gateway.admin.scale import ScalePages
+from llmproxy.gateway.admin.usage import UsagePage
 from llmproxy.gateway.http.errors import Failure, nothing_at
-from llmproxy.gateway.http.routes import LOAD_ADAPTER, METRICS, MODELS, PING, ROOT, UNLOAD_ADAPTER
+from llmproxy.gateway.http.routes import LOAD_ADAPTER, METRICS, MODELS, PING, ROOT, UNLOAD_ADAPTER, USAGE
 from llmproxy.gateway.proxying.handler import RequestHandler
 from llmproxy.gateway.proxying.rules import Rulebook
 from llmproxy.observe.exit_batch import Exits
@@ -33,7 +34,7 @@ ANTHROPIC = "anthropic-version"
 """The header field that every client of Anthropic's API sends."""
 ADDED: dict[str, tuple[str, Callable[[web.BaseRequest], web.Response]]] = {}
 """Further administrative paths: path -> method and handler. A program that embeds the proxy adds them."""
-OWN = PROBES | {ROOT, PING, MODELS}
+OWN = PROBES | {ROOT, PING, MODELS, USAGE}
 
 
 class Pages(Protocol):
@@ -61,6 +62,7 @@ class OwnPages:
         backends: BackendRoutes,
         live: LivePages,
         scale: ScalePages,
+        usage: UsagePage,
     ) -> None:
         self._rulebook = rulebook
         self._pools = pools
@@ -71,6 +73,7 @@ class OwnPages:
         self._backends = backends
         self._live = live
         self._scale = scale
+        self._usage = usage
         root = {"name": "llmproxy", "version": __version__, "models": MODELS, "ready": READY, "page": UI}
         self._own: dict[str, Callable[[web.BaseRequest], web.Response]] = {
             ROOT: lambda _: _json(root),
@@ -88,6 +91,9 @@ class OwnPages:
         }
 
     async def show(self, path: str, request: web.BaseRequest) -> web.Response:
+        if path == USAGE:
+            self._exits.flush()
+            return await self._usage.show(self._rulebook.current.keys.check(request.headers))
         own = self._own.get(path)
         return self._one_model(request, path.removeprefix(MODELS + "/")) if own is None else own(request)
 

@@ -25,6 +25,7 @@ from llmproxy.config.value_types import (
     is_loopback,
     lock_of,
     store_of,
+    time_zone_of,
 )
 
 
@@ -77,6 +78,14 @@ class AdminConfig(Section):
         idle.unless(lambda config: config.admin.port is None, "everybody who reaches admin.port sees /metrics there"),
     ] = False
     """Serve /metrics on the client port without a key, despite tenants or an admin key."""
+
+
+class UsageConfig(Section):
+    dir: str = Field(default="auto", examples=["/var/lib/llmproxy/usage"])
+    """Folder of the daily use of tenants: auto (in the state directory), none (lost at the end), or a path, which all
+    members of a cluster share."""
+    time_zone: Annotated[str, AfterValidator(time_zone_of)] = Field(default="UTC", examples=["Europe/Berlin"])
+    """Time zone of the days."""
 
 
 class ClusterTlsConfig(Section):

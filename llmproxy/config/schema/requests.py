@@ -45,6 +45,10 @@ class LimitsConfig(Section):
     """Most requests per minute; others get 429. null: no limit."""
     tokens_per_min: Rate | None = None
     """Most prompt and output tokens per minute; then 429. null: no limit."""
+    requests_per_day: Count | None = None
+    """Most requests per day (usage.time_zone); others get 429. null: no limit."""
+    tokens_per_day: Count | None = None
+    """Most prompt and output tokens per day; then 429. null: no limit."""
     prompt_tokens_max: Count | None = None
     """Most estimated tokens of a prompt; longer ones get 400. null: the engine's limit."""
     max_tokens_max: Count | None = None

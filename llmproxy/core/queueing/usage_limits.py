@@ -1,10 +1,11 @@
-"""Usage limits of tenants and models: requests in flight, requests per minute and tokens per minute."""
+"""Usage limits of tenants and models: requests in flight, and requests and tokens per minute and per day."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from llmproxy.core.domain import Request
+from llmproxy.core.queueing.day_budgets import DayBudgets
 from llmproxy.core.queueing.rate_limits import RateLimits, Rates
 from llmproxy.core.settings import UsageLimit
 
@@ -34,6 +35,7 @@ class UsageLimits:
         self._uses = {name: _Use(limit.in_flight) for name, limit in limits.items()}
         self._limits = limits
         self.rates = RateLimits(limits) if rates is None else rates
+        self.days = DayBudgets(limits)
         self._between: dict[str, Request] = {}
 
     def reconfigure(self, limits: Mapping[str, UsageLimit], now: float) -> None:
@@ -45,6 +47,7 @@ class UsageLimits:
         for name, limit in limits.items():
             self._uses.setdefault(name, _Use(None)).most = limit.in_flight
         self.rates.reconfigure(limits, now)
+        self.days.reconfigure(limits)
 
     def _use(self, name: str) -> _Use:
         return self._uses.get(name, _UNLIMITED)
@@ -57,10 +60,11 @@ class UsageLimits:
     def admit(self, request: Request, now: float) -> None:
         """Charges a new request and its expected tokens.
 
-        Raises Refused (`rate_limited`) if a rate of its limits is used up.
+        Raises Refused (`rate_limited`) if a rate or the budget of a day is used up.
         """
         if request.limits:
             self.rates.admit(request, now)
+            self.days.admit(request, now)
 
     def full(self, request: Request) -> str | None:
         """Returns the in-flight limit that makes `request` wait; None if there is none."""
@@ -105,11 +109,13 @@ class UsageLimits:
         self._leave(request)
         if used_tokens is not None:
             self.rates.used(request, used_tokens, now)
+            self.days.used(request, used_tokens, now)
 
     def ended(self, request: Request, now: float) -> None:
         """Refunds expected tokens that an ended request did not use."""
         self.end_between_stages(request.id)
         self.rates.ended(request, now)
+        self.days.ended(request)
 
     def in_flight(self) -> dict[str, int]:
         return {name: use.in_flight for name, use in self._uses.items()}

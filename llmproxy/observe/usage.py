@@ -1,0 +1,269 @@
+"""Counts the requests and tokens of each tenant, key and model by calendar day, and keeps them in files.
+
+Each process has one file a day, with a JSON line for each tenant and key, and replaces it as a whole. The use of a day
+is the sum of all files of the day, so processes that follow each other, and members of a cluster with a shared folder,
+need no lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from datetime import datetime, timedelta
+from pathlib import Path
+from zoneinfo import ZoneInfo
+
+import msgspec
+import structlog
+
+from llmproxy.config import model_limit, tenant_limit
+from llmproxy.core.queueing.day_budgets import DayBudgets
+from llmproxy.core.queueing.rate_limits import REQUESTS, TOKENS
+from llmproxy.observe.exit import UNKNOWN_MODEL, RequestExit
+
+WRITE_S = 1.0
+"""How often the file is written. A process that is killed loses the use of this time."""
+LOOK_S = 60.0
+OTHERS_S = 5.0
+"""How often the files of other processes are looked at."""
+ENTRIES_MAX = 100_000
+"""The most combinations of tenant, key and model of a day. Further ones count under `UNKNOWN_MODEL`."""
+FILE_BYTES_MAX = 64 << 20
+Who = tuple[str, str]
+"""(Tenant, name of the key)."""
+
+_log = structlog.get_logger()
+
+
+class Used(msgspec.Struct, omit_defaults=True):
+    """The use of a model, or of all models together. Tokens are the engines' counts."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    # A part of the prompt tokens.
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+    def add(self, other: Used) -> None:
+        self.requests += other.requests
+        self.prompt_tokens += other.prompt_tokens
+        self.cached_tokens += other.cached_tokens
+        self.output_tokens += other.output_tokens
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.output_tokens
+
+
+class Line(msgspec.Struct):
+    """A line of a file: the use of a tenant by one key on one day."""
+
+    day: str
+    tenant: str
+    key: str
+    models: dict[str, Used]
+
+
+_DECODER = msgspec.json.Decoder(Line)
+
+
+class Usage:
+    """The use of all tenants.
+
+    Args:
+        folder: Folder of the files; None keeps the use of this process in memory.
+        process: Part of the file's name that no other process has.
+        zone: Time zone of the days.
+        clock: Returns the Unix time.
+    """
+
+    def __init__(self, folder: Path | None, process: str, zone: ZoneInfo, clock: Callable[[], float]) -> None:
+        self._folder, self._process, self._zone, self._clock = folder, process, zone, clock
+        self.zone = zone.key
+        self._today = self.today()
+        self._lines: dict[Who, Line] = {}
+        self._entries = 0
+        # The use of ended days of this process without a folder, and whether the use has changed since the last write.
+        self._earlier: list[Line] = []
+        self._changed = False
+        # File -> (its modification time in ns, its lines).
+        self._others: dict[Path, tuple[int, list[Line]]] = {}
+        self._others_s = 0.0
+        self._warned = ""
+
+    def today(self) -> str:
+        return datetime.fromtimestamp(self._clock(), self._zone).date().isoformat()
+
+    def day_left_s(self) -> float:
+        """Returns the seconds until the next day. Days with a change of the clock have 23 or 25 hours."""
+        now = datetime.fromtimestamp(self._clock(), self._zone)
+        tomorrow = datetime.combine(now.date() + timedelta(days=1), datetime.min.time(), self._zone)
+        return tomorrow.timestamp() - now.timestamp()
+
+    def record(self, ended: RequestExit) -> None:
+        """Counts a finished request that reached a backend."""
+        if not ended.attempts:
+            return
+        if (today := self.today()) > self._today:
+            self._end_day(today)
+        last = ended.last
+        used = Used(1, last.prompt_tokens or 0, last.cached_tokens or 0, last.output_tokens or 0)
+        line = self._lines.get((ended.tenant, ended.key or ""))
+        if line is None:
+            line = Line(self._today, ended.tenant, ended.key or "", {})
+            self._lines[line.tenant, line.key] = line
+        model = ended.model if ended.model in line.models or self._entries < ENTRIES_MAX else UNKNOWN_MODEL
+        if model not in line.models:
+            line.models[model] = Used()
+            self._entries += 1
+        line.models[model].add(used)
+        self._changed = True
+
+    def _end_day(self, today: str) -> None:
+        if self._folder is None:
+            self._earlier = [line for line in self._earlier if line.day[:7] == today[:7]]
+            self._earlier += self._lines.values()
+        else:
+            self._write(self._today, list(self._lines.values()))
+        self._today, self._lines, self._entries = today, {}, 0
+
+    # --- sums ---------------------------------------------------------------------------------------------------------
+
+    def of_tenant(self, tenant: str) -> Iterator[Line]:
+        """Yields the lines of a tenant in the current month, of all processes that were read last."""
+        return (line for line in self._all() if line.tenant == tenant)
+
+    def of_today(self) -> Iterator[Line]:
+        """Yields the lines of this day."""
+        today = self.today()
+        return (line for line in self._all() if line.day == today)
+
+    def _all(self) -> Iterator[Line]:
+        month = self.today()[:7]
+        for _, lines in self._others.values():
+            yield from (line for line in lines if line.day[:7] == month)
+        yield from (line for line in (*self._earlier, *self._lines.values()) if line.day[:7] == month)
+
+    def read_others(self) -> None:
+        """Reads the files of this month that other processes, or this one on earlier days, have changed. Blocks."""
+        now = self._clock()
+        if self._folder is None or abs(now - self._others_s) < OTHERS_S:
+            return
+        self._others_s = now
+        own = self._path(self._today)
+        others = {}
+        for path in self._folder.glob(f"{self.today()[:7]}-??.*.jsonl"):
+            if path == own:
+                continue
+            try:
+                changed_ns = path.stat().st_mtime_ns
+                known = self._others.get(path)
+                others[path] = known if known is not None and known[0] == changed_ns else (changed_ns, _read(path))
+            except (OSError, ValueError) as error:
+                self._warn("read", path, error)
+        self._others = others
+
+    # --- budgets ------------------------------------------------------------------------------------------------------
+
+    async def begin_day(self, days: DayBudgets) -> None:
+        """Gives the budgets the current day, and the use of this day by all processes."""
+        await asyncio.to_thread(self.read_others)
+        now = asyncio.get_running_loop().time()
+        days.begin(self.today(), now + self.day_left_s(), now)
+        used = of_limits(self.of_today())
+        days.restore({(name, REQUESTS): float(one.requests) for name, one in used.items()})
+        days.restore({(name, TOKENS): float(one.tokens) for name, one in used.items()})
+
+    async def follow_days(self, days: DayBudgets) -> None:
+        """Begins each day, until cancelled. Looks every minute, because clocks are set."""
+        while True:
+            await asyncio.sleep(min(LOOK_S, self.day_left_s()))
+            await self.begin_day(days)
+
+    # --- files --------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Writes the use whenever it has changed, until cancelled, and once more at the end."""
+        try:
+            while True:
+                await asyncio.sleep(WRITE_S)
+                if self._changed:
+                    self._changed = False
+                    # Encoded here, because the lines change while a thread writes.
+                    await asyncio.to_thread(self._replace, self._today, _encoded(self._lines.values()))
+        finally:
+            self._write(self._today, self._lines.values())
+
+    def _write(self, day: str, lines: Iterable[Line]) -> None:
+        self._replace(day, _encoded(lines))
+
+    def _path(self, day: str) -> Path:
+        return (self._folder or Path()) / f"{day}.{self._process}.jsonl"
+
+    def _replace(self, day: str, content: bytes) -> None:
+        if self._folder is None or not content:
+            return
+        path = self._path(day)
+        new = path.with_suffix(".new")
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with new.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            new.replace(path)
+        except OSError as error:
+            self._changed = True
+            with suppress(OSError):
+                new.unlink()
+            self._warn("written", path, error)
+
+    def _warn(self, what: str, path: Path, error: Exception) -> None:
+        why = f"{type(error).__name__}: {error}"
+        if why != self._warned:
+            self._warned = why
+            _log.warning(f"usage_not_{what}", path=str(path), why=why)
+
+
+def _encoded(lines: Iterable[Line]) -> bytes:
+    return b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
+
+
+def _read(path: Path) -> list[Line]:
+    """Returns the readable lines of a file. Raises OSError, and ValueError for a file that is too large."""
+    with path.open("rb") as file:
+        content = file.read(FILE_BYTES_MAX + 1)
+    if len(content) > FILE_BYTES_MAX:
+        raise ValueError(f"it has more than {FILE_BYTES_MAX} bytes")
+    lines = []
+    for text in content.splitlines():
+        with suppress(msgspec.DecodeError, RecursionError):
+            lines.append(_DECODER.decode(text))
+    return lines
+
+
+def total(lines: Iterable[Line]) -> Used:
+    """Returns the sum over all lines and models."""
+    used = Used()
+    for line in lines:
+        for one in line.models.values():
+            used.add(one)
+    return used
+
+
+def process_name(member: str, now_s: float) -> str:
+    """Returns the part of a file's name that no other process has."""
+    safe = "".join(character if character.isalnum() or character == "-" else "_" for character in member)[:64]
+    return f"{safe}-{os.getpid()}-{int(now_s)}"
+
+
+def of_limits(lines: Iterable[Line]) -> dict[str, Used]:
+    """Returns the use by the names of usage limits."""
+    found: dict[str, Used] = {}
+    for line in lines:
+        for model, used in line.models.items():
+            for name in (model_limit(model), *([tenant_limit(line.tenant)] if line.tenant else [])):
+                found.setdefault(name, Used()).add(used)
+    return found
