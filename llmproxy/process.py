@@ -45,7 +45,7 @@ async def _serve(config: Config, reread: Reread | None) -> int:
         if config.state_file == AUTO:
             log_old_file(path)
         state = None if path is None else StateFile(path)
-        usage = folder_of(config.usage.dir, os.environ, config.host, config.port)
+        usage = folder_of(config.usage.dir, path)
         async with running(config, reread, sockets, inherited_drains(os.environ), state, usage) as proxy:
             # Needed also without a file, because the default action of SIGHUP ends the process.
             reloader = proxy.reloader

@@ -100,10 +100,11 @@ def place(setting: str, environ: Mapping[str, str], host: str, port: int) -> Pat
     return None
 
 
-def folder_of(setting: str, environ: Mapping[str, str], host: str, port: int) -> Path | None:
+def folder_of(setting: str, state: Path | None) -> Path | None:
     """Returns the folder for the setting `usage.dir`, by default beside the state file; None without a folder."""
-    path = place(setting, environ, host, port)
-    return path.with_name("usage-" + path.stem.removeprefix("state-")) if path and setting == AUTO else path
+    if setting == AUTO:
+        return None if state is None else state.with_name("usage-" + state.stem.removeprefix("state-"))
+    return None if setting == NONE else Path(setting)
 
 
 def log_old_file(path: Path | None) -> None:

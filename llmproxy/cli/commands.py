@@ -1,5 +1,5 @@
 """The commands: `serve`, `check`, `config`, `hash-key`, `replica`, `export`, `top`, `explain`, `scale`, `whatif`,
-`demo`, `simulate`.
+`usage`, `demo`, `simulate`.
 """
 
 from __future__ import annotations
@@ -363,6 +363,21 @@ def whatif(
     from llmproxy.tools import top as asked
 
     _ask(lambda: asked.whatif(asked.Target.parsed(url, admin_key), weights or ()), "whatif")
+
+
+@app.command(cls=PanelHelp, short_help="Show the use of a tenant, with its own key.")
+def usage(
+    url: ProxyUrl = PROXY,
+    api_key: Annotated[
+        str | None, typer.Option(metavar="KEY", envvar="OPENAI_API_KEY", help="Key of the tenant.", show_envvar=True)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print /v1/usage and exit.")] = False,
+) -> None:
+    """Show the requests and tokens of a tenant, today and this month, and the rest of its limits."""
+    from llmproxy.tools import top as asked
+    from llmproxy.tools.usage import usage
+
+    _ask(lambda: usage(asked.Target.parsed(url, api_key), as_json=as_json), "usage")
 
 
 def _ask(question: Callable[[], Coroutine[Any, Any, None]], command: str) -> None:

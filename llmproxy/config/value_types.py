@@ -238,7 +238,7 @@ def time_zone_of(value: str) -> str:
     """Validates the name of a time zone."""
     try:
         ZoneInfo(value)
-    except (OSError, ValueError):
+    except (OSError, ValueError, KeyError):
         raise ValueError("is no time zone that this system knows; write a name such as Europe/Berlin, or UTC") from None
     return value
 

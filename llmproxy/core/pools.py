@@ -337,7 +337,7 @@ class Pools:
         return self._limits.rates.debts(now)
 
     def usage_left(self, name: str, now: float) -> dict[str, float | None]:
-        """Returns the remaining part of each rate and budget of a limit; None for one that is not configured."""
+        """Returns the remaining part of each rate and budget of a limit; None without it."""
         per_min, per_day = self._limits.rates.left_per_min(name, now), self.days.left(name, now)
         names = ("requests_per_min", "tokens_per_min", "requests_per_day", "tokens_per_day")
         return dict(zip(names, (*per_min, *per_day), strict=True))

@@ -85,9 +85,9 @@ class Usage:
         self._today = self.today()
         self._lines: dict[Who, Line] = {}
         self._entries = 0
-        # The use of ended days of this process without a folder, and whether the use has changed since the last write.
+        # The use of this process on the ended days of the month, and the days whose use is not in their file yet.
         self._earlier: list[Line] = []
-        self._changed = False
+        self._unwritten: set[str] = set()
         # File -> (its modification time in ns, its lines).
         self._others: dict[Path, tuple[int, list[Line]]] = {}
         self._others_s = 0.0
@@ -119,14 +119,11 @@ class Usage:
             line.models[model] = Used()
             self._entries += 1
         line.models[model].add(used)
-        self._changed = True
+        self._unwritten.add(self._today)
 
     def _end_day(self, today: str) -> None:
-        if self._folder is None:
-            self._earlier = [line for line in self._earlier if line.day[:7] == today[:7]]
-            self._earlier += self._lines.values()
-        else:
-            self._write(self._today, list(self._lines.values()))
+        self._earlier += self._lines.values()
+        self._earlier = [line for line in self._earlier if line.day[:7] == today[:7] or line.day in self._unwritten]
         self._today, self._lines, self._entries = today, {}, 0
 
     # --- sums ---------------------------------------------------------------------------------------------------------
@@ -147,15 +144,14 @@ class Usage:
         yield from (line for line in (*self._earlier, *self._lines.values()) if line.day[:7] == month)
 
     def read_others(self) -> None:
-        """Reads the files of this month that other processes, or this one on earlier days, have changed. Blocks."""
+        """Reads the files of this month that other processes have changed. Blocks."""
         now = self._clock()
         if self._folder is None or abs(now - self._others_s) < OTHERS_S:
             return
         self._others_s = now
-        own = self._path(self._today)
         others = {}
         for path in self._folder.glob(f"{self.today()[:7]}-??.*.jsonl"):
-            if path == own:
+            if path == self._path(path.name[: len(self._today)]):
                 continue
             try:
                 changed_ns = path.stat().st_mtime_ns
@@ -187,23 +183,26 @@ class Usage:
     async def run(self) -> None:
         """Writes the use whenever it has changed, until cancelled, and once more at the end."""
         try:
-            while True:
+            while self._folder is not None:
                 await asyncio.sleep(WRITE_S)
-                if self._changed:
-                    self._changed = False
-                    # Encoded here, because the lines change while a thread writes.
-                    await asyncio.to_thread(self._replace, self._today, _encoded(self._lines.values()))
+                # Encoded here, because the lines change while a thread writes.
+                for day, content in self._due():
+                    await asyncio.to_thread(self._replace, day, content)
         finally:
-            self._write(self._today, self._lines.values())
+            for day, content in self._due():
+                self._replace(day, content)
 
-    def _write(self, day: str, lines: Iterable[Line]) -> None:
-        self._replace(day, _encoded(lines))
+    def _due(self) -> list[tuple[str, bytes]]:
+        """Returns the day and the content of each file to write."""
+        due, self._unwritten = self._unwritten, set()
+        lines = [*self._earlier, *self._lines.values()]
+        return [(day, _encoded(line for line in lines if line.day == day)) for day in due]
 
     def _path(self, day: str) -> Path:
         return (self._folder or Path()) / f"{day}.{self._process}.jsonl"
 
     def _replace(self, day: str, content: bytes) -> None:
-        if self._folder is None or not content:
+        if self._folder is None:
             return
         path = self._path(day)
         new = path.with_suffix(".new")
@@ -215,7 +214,7 @@ class Usage:
                 os.fsync(file.fileno())
             new.replace(path)
         except OSError as error:
-            self._changed = True
+            self._unwritten.add(day)
             with suppress(OSError):
                 new.unlink()
             self._warn("written", path, error)

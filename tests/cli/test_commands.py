@@ -109,6 +109,7 @@ def test_a_wrong_role_is_named() -> None:
 
 OTHER_THAN_DEFAULT = {
     "host": "::1",
+    "usage.time_zone": "Europe/Berlin",
     "log_format": "json",
     "log_level": "debug",
     "reload": "signal",

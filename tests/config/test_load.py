@@ -302,6 +302,13 @@ def test_overridden_value_is_not_checked_but_its_section_is(write: Any) -> None:
     assert problems(None, Override("backends", ["http://a", "b"], "--backend"))[0].startswith("--backend: backends[1]")
 
 
+@pytest.mark.parametrize("zone", ["7", "Mars/Olympus", "../etc/passwd", "", "Europe"])
+def test_a_time_zone_that_does_not_exist_is_a_problem(zone: str) -> None:
+    (message,) = problems(None, Override("usage.time_zone", zone, "--usage-time-zone"))
+    assert message.startswith("--usage-time-zone: usage.time_zone")
+    assert "is no time zone that this system knows" in message
+
+
 OTHER_THAN_DEFAULT: dict[str, str | list[str]] = {
     "backend_api_key": "k",
     "admin_key": hash_of("k"),

@@ -82,8 +82,8 @@ class AdminConfig(Section):
 
 class UsageConfig(Section):
     dir: str = Field(default="auto", examples=["/var/lib/llmproxy/usage"])
-    """Folder of the daily use of tenants: auto (in the state directory), none (lost at the end), or a path, which all
-    members of a cluster share."""
+    """Folder of the daily use of tenants: auto (beside the state file), none (lost at the end), or a path. Members of a
+    cluster need a common one."""
     time_zone: Annotated[str, AfterValidator(time_zone_of)] = Field(default="UTC", examples=["Europe/Berlin"])
     """Time zone of the days."""
 

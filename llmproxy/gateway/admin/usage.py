@@ -50,7 +50,7 @@ class UsagePage:
         )
 
     def _limits(self, tenant: str) -> dict[str, Any]:
-        """Returns the configured limits of a tenant, and what is left of its rates and budgets."""
+        """Returns the configured limits of a tenant, and the rest of its rates and budgets."""
         entry = self._tenants().get(tenant)
         if entry is None:
             return {}

@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 from yarl import URL
 
+from llmproxy.gateway.http.routes import USAGE
 from llmproxy.tools.terminal import printable
 
 TIMEOUT_S = 5.0
@@ -103,6 +104,8 @@ class Asker:
         message = printable(str(error.get("message", ""))) if isinstance(error, dict) else ""
         if status == 404 and not message.startswith("There is nothing at"):
             return AskError(message)
+        if status == 401 and path == USAGE:
+            return AskError(f"{target} wants the key of a tenant: --api-key, or OPENAI_API_KEY")
         if status in (401, 403, 404):
             if target.admin_key:
                 return AskError(f"{target} refuses this admin key, or has no {path} on this port (admin_port)")
