@@ -10,6 +10,8 @@ from typing import Any
 import aiohttp
 import pytest
 
+from llmproxy.core.domain import Outcome
+from llmproxy.observe.exit import RequestExit
 from tests.e2e.proxies import CHAT, FAST, ProxyUnderTest, all_of, serving, until
 from tests.e2e.scripted import STREAM_HEAD, breaking, chunk, scripted
 from tests.numbered import fault_in
@@ -127,6 +129,29 @@ async def test_off_ends_the_stream_with_an_error() -> None:
         assert len(found.errors) == 1
         await proxy.settled()
         assert proxy.outcomes()["broken_stream"] == 1
+
+
+@pytest.mark.parametrize("continues", ["safe", "off"])
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        ("messages", {"messages": [{"role": "user", "content": "Count, please"}], "max_tokens": TOKENS}),
+        ("responses", {"input": "Count, please", "max_output_tokens": TOKENS}),
+    ],
+)
+async def test_the_record_says_why_other_kinds_of_streams_end(
+    kind: str, body: dict[str, Any], continues: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[RequestExit] = []
+    monkeypatch.setattr("llmproxy.gateway.proxying.handler.log_exit", ended.append)
+    async with serving(NUMBERED, retry={"continue": continues}) as proxy:
+        proxy.replicas[0].faults.set("reset", after_bytes=2000)
+        async with proxy.stream(body | {"model": "base", "stream": True}, f"/v1/{kind}") as answer:
+            assert b"The stream broke" in await all_of(answer)
+        await proxy.settled()
+        assert ended[0].outcome is Outcome.BROKEN_STREAM
+        why = f"answers of the kind `{kind}` are not continued"
+        assert ended[0].not_continued == (None if continues == "off" else why)
 
 
 async def test_a_continued_stream_is_counted_once_with_its_first_byte() -> None:

@@ -8,7 +8,7 @@ from llmproxy.core.domain import Request
 from llmproxy.core.estimates.tokens import Estimator
 from llmproxy.gateway.proxying.call import Call
 from llmproxy.gateway.proxying.continued.join import RestOf
-from llmproxy.gateway.proxying.continued.rule import NotContinued, write_rest
+from llmproxy.gateway.proxying.continued.rule import KINDS, NotContinued, write_rest
 from llmproxy.gateway.proxying.continued.sent import read_sent
 from llmproxy.gateway.proxying.request_context import Continuation, RequestContext, make_request
 from llmproxy.scheduling.attempt import Attempt
@@ -20,7 +20,7 @@ async def ask_rest(context: RequestContext, request: Request, attempt: Attempt, 
     `request` is the request as it was first scheduled. The reason for an end is in the record.
     """
     record, target, call = context.record, context.target, context.call
-    if call is None or not call.holds:
+    if call is None or context.rules.config.retry.continue_ == "off":
         return None
     try:
         continuation = await _prepare(context, call, attempt)
@@ -41,6 +41,8 @@ async def _prepare(context: RequestContext, call: Call, attempt: Attempt) -> Con
     """
     captured, config = context.captured, context.rules.config
     reader = context.rules.body_reader
+    if context.route.kind not in KINDS:
+        raise NotContinued(f"answers of the kind `{context.route.kind}` are not continued")
     asked = context.parsed if context.continuation is None else context.continuation.asked
     assert asked is not None
     if call.tap is None:

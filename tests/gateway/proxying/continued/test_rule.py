@@ -107,12 +107,6 @@ def test_an_answer_with_more_than_text_is_not_continued(part: dict[str, Any], wh
         rest(CHAT, {}, sent)
 
 
-@pytest.mark.parametrize("kind", [BodyKind.MESSAGES, BodyKind.RESPONSES, BodyKind.OTHER])
-def test_other_kinds_of_answers_are_not_continued(kind: BodyKind) -> None:
-    with pytest.raises(NotContinued, match="not continued"):
-        drain(write_rest(b"{}", kind, after(CHAT, 3), None))
-
-
 @pytest.mark.parametrize("raw", [b"data: [1]\n\n", b"data: {\n\n", b'data: {"id":1}\n\n', b'data: {"choices":[1]}\n\n'])
 def test_events_of_an_unknown_shape_are_not_read(raw: bytes) -> None:
     assert drain(read_sent(raw)) is None
