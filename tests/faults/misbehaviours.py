@@ -18,6 +18,7 @@ BODY = b'{"id":"1","choices":[{"message":{"content":"a"}}]}'
 OK = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
 BEGUN = OK + b"transfer-encoding: chunked\r\n\r\n"
 FIRST = STREAM_HEAD + chunk(EVENT)
+FINISH = b'data: {"id":"1","choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\n'
 STREAM = FIRST + chunk(DONE) + STREAM_END
 NO_MODEL = b'{"error":{"message":"The model `sim` does not exist.","type":"NotFoundError","param":"model","code":404}}'
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n" * 1000
@@ -151,7 +152,7 @@ MISBEHAVIOURS: list[Misbehaviour] = [
         for_ever(STREAM_HEAD, chunk(b"data: " + b"x" * (1 << 18)), 0.01),
         for_ever(BEGUN, chunk(b"x"), 0.01),
     ),
-    passed("ends a stream without `[DONE]`", answering(FIRST + STREAM_END), answering(whole(BODY))),
+    passed("ends a stream without `[DONE]`", answering(FIRST + chunk(FINISH) + STREAM_END), answering(whole(BODY))),
     Misbehaviour(
         "sends an error as its first event, then `[DONE]`, or 500 without a stream",
         answering(STREAM_HEAD + chunk(ERROR) + chunk(DONE) + STREAM_END),

@@ -326,8 +326,12 @@ class Relay:
                 seen = max(seen, min(most.output_tokens, call.answer_bytes // ANSWER_BYTES_PER_TOKEN))
         usage = believable(reported, most) if reported is not None else None
         if usage is not None:
-            before = 0 if call.rest_of is None else call.rest_of.rest.tokens
-            attempt.prompt_tokens, attempt.output_tokens = usage.prompt_tokens - before, usage.output_tokens + before
+            attempt.prompt_tokens, attempt.output_tokens = usage.prompt_tokens, usage.output_tokens
+            if call.rest_of is not None:
+                # As in the usage for the client.
+                rest = call.rest_of.rest
+                attempt.prompt_tokens = max(1, usage.prompt_tokens - rest.tokens)
+                attempt.output_tokens = rest.tokens + (0 if rest.text_ended else usage.output_tokens)
             attempt.cached_tokens = usage.cached_tokens
             lease.usage = usage
             if call.tap is not None and attempt.outcome is not Outcome.COMPLETED:

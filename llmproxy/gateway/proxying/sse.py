@@ -29,6 +29,7 @@ BOM = b"\xef\xbb\xbf"
 _ERROR = re.compile(rb'\{\s*"(?:error"\s*:(?!\s*null\b)|(?:type|object)"\s*:\s*"(?:error|response\.failed)")')
 _ERROR_BYTES_MAX = 64 * 1024
 _ERROR_MEMBER = b'"error"'
+_FINISH = re.compile(rb'"finish_reason"\s*:\s*"')
 _SOME_CHOICE = re.compile(rb'"choices"\s*:\s*\[\s*\{')
 _MARK = re.compile(rb'["{}\[\]]')
 # A reversed string. A quote inside the string is followed by an odd number of backslashes there.
@@ -70,6 +71,7 @@ class StreamTap:
         "error_first",
         "error_seen",
         "error_sent",
+        "finished",
         "first_event_complete",
         "first_token_seen",
         "held_back",
@@ -88,6 +90,8 @@ class StreamTap:
         # The data of the last error event.
         self.error = b""
         self.done_seen = False
+        # Whether a finish event was seen. At the latest known after `flush`.
+        self.finished = False
         # The number of events with data, without comments and `[DONE]`.
         self.data_events = 0
         self.held_back = bytearray()
@@ -105,6 +109,11 @@ class StreamTap:
         """Whether the returned bytes end between two events, so that another event may be appended."""
         # The line feed of the last event may still follow its carriage return.
         return self._handed_bytes == 0 or not self._partial.strip(b"\r\n")
+
+    @property
+    def cut_short(self) -> bool:
+        """Whether a stream that has ended regularly had no end of the answer, so that another stream can go on."""
+        return self._holds and not (self.done_seen or self.finished or self.error_seen)
 
     @property
     def usage(self) -> Usage | None:
@@ -137,6 +146,8 @@ class StreamTap:
         rest = bytes(self._partial[self._handed_bytes :])
         if rest and self._note(bytes(self._partial)) and not self._handed_bytes:
             self._partial.clear()
+            return b""
+        if self.cut_short:
             return b""
         self._handed_bytes = len(self._partial)
         if self._holds and self.error_seen and not self.error_sent:
@@ -220,6 +231,7 @@ class StreamTap:
             self.error_seen = True
             self.error = payload[:_ERROR_BYTES_MAX]
             self.error_first = self.error_first or self.data_events == 0
+        self.finished = self.finished or (not error and _FINISH.search(payload) is not None)
         self.data_events += 1
         self.done_seen = self.done_seen or name in _LAST_EVENTS
         usage = _own_usage(payload, _HOLDERS) if _USAGE in payload else None
@@ -232,8 +244,9 @@ class StreamTap:
         return hidden
 
     def _note_end(self) -> None:
-        """Look for an error in the last event, which was relayed unread. An error is always the last event."""
+        """Look for an error or a finish in the last event, which was relayed unread. An error is always the last."""
         last, self._last = self._last[5:].strip(), b""
+        self.finished = self.finished or _FINISH.search(last) is not None
         if _ERROR_MEMBER in last and error_in(last) is not None:
             self.error_seen, self.error_sent, self.error = True, True, last[:_ERROR_BYTES_MAX]
 

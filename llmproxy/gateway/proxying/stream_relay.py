@@ -13,7 +13,7 @@ from llmproxy.gateway.proxying.sse import StreamTap
 from llmproxy.lifecycle.paced import PacedCalls
 from llmproxy.scheduling.attempt import Attempt, AttemptState
 from llmproxy.scheduling.lease import Lease
-from llmproxy.upstream.port import Exchange
+from llmproxy.upstream.port import Exchange, UpstreamBroken
 
 BUFFERED_BYTES_MAX = 1 << 20
 """The maximum size of an error answer or of the first event of a stream, which are buffered before they are sent."""
@@ -149,8 +149,12 @@ class StreamRelay(ResponseRelay):
             self._lease.apply(Progress(self._lease.grant.lease, self._tap.data_events), now)
 
     def flush(self) -> None:
-        """Send the rest of a stream that has ended, perhaps in the middle of an event."""
+        """Send the rest of a stream that has ended, perhaps in the middle of an event. Raises UpstreamBroken if the end
+        of the answer is missing.
+        """
         rest = self._tap.flush()
+        if self._tap.cut_short:
+            raise UpstreamBroken("the stream ended before the answer")
         if not self._attempt.committed:
             self.first += rest
             self._begin()

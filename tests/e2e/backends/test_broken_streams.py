@@ -104,6 +104,7 @@ OWN = b'data: {"error":{"message":"own","code":500}}\n\n'
     [
         pytest.param(STREAM_HEAD + chunk(EVENT) + chunk(OWN), True, id="an engine that said why"),
         pytest.param(STREAM_HEAD + chunk(EVENT + b'data: {"id":"1","choices":[],"usage":{"prompt_'), False, id="usage"),
+        pytest.param(STREAM_HEAD + chunk(EVENT) + chunk(b"data: begun") + STREAM_END, False, id="a regular end"),
         pytest.param(whole(EVENT * 9, content_type="text/event-stream")[: -8 * len(EVENT)], False, id="a length"),
     ],
 )
@@ -116,7 +117,7 @@ async def test_a_stream_that_breaks_ends_with_one_error(sent: bytes, own: bool) 
 
 async def test_a_stream_without_its_end_mark_is_passed_on_as_it_is() -> None:
     script = answering(STREAM_HEAD + chunk(EVENT) + chunk(b"data: begun") + STREAM_END)
-    async with serving_script(script) as (proxy, _):
+    async with serving_script(script, retry={"continue": "off"}) as (proxy, _):
         assert (await proxy.chat(ENDLESS)).body == EVENT + b"data: begun"
 
 

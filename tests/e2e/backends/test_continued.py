@@ -45,7 +45,7 @@ class Read:
         choices = [choice for event in self.events for choice in event.get("choices", ())]
         self.text = "".join(choice.get("text", choice.get("delta", {}).get("content", "")) or "" for choice in choices)
         self.roles = sum("role" in choice.get("delta", ()) for choice in choices)
-        self.ends = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
+        self.ends = [choice["finish_reason"] for choice in choices if choice.get("finish_reason")]
         self.ids = {event["id"] for event in self.events if "id" in event}
         self.usage = [event["usage"] for event in self.events if event.get("usage")]
 

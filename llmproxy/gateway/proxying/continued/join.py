@@ -33,7 +33,7 @@ class JoinedTap(StreamTap):
     """Reads the rest of a stream, and changes its events: same id, no second role, usage of the whole answer."""
 
     __slots__ = (
-        "_beginning", "_begun", "_finished", "_pending", "_refused", "_repeated", "_rest", "_sent", "_space", "_text",
+        "_beginning", "_begun", "_pending", "_refused", "_repeated", "_rest", "_sent", "_space", "_text",
     )  # fmt: skip
 
     def __init__(self, hide_usage: bool, rest_of: RestOf) -> None:
@@ -44,18 +44,14 @@ class JoinedTap(StreamTap):
         known = self._sent.text.lstrip()[:AGAIN_CHARS]
         self._beginning = known if self._rest.how is How.TEXT and len(known) == AGAIN_CHARS else ""
         self._text, self._pending = "", b""
-        # Whether the client got the mark, and whether an event cannot be joined, after which nothing more is relayed,
-        # and whether the end of the text was seen.
-        self._begun = self._refused = self._finished = False
+        # Whether the client got the mark, and whether an event cannot be joined, after which nothing more is relayed.
+        self._begun = self._refused = False
 
     def feed(self, data: bytes) -> bytes:
         return b"" if self._refused else self._joined(super().feed(data))
 
     def flush(self) -> bytes:
-        rest = b"" if self._refused else self._joined(super().flush())
-        if not (self.error_seen or self.done_seen or self._finished):
-            self._refuse(502, "it stopped without an end")
-        return rest
+        return b"" if self._refused else self._joined(super().flush())
 
     def _joined(self, events: bytes) -> bytes:
         """Changes whole events."""
@@ -87,7 +83,7 @@ class JoinedTap(StreamTap):
             self._refuse(400, "it begins the answer again")
             return b""
         self._pending += events
-        if self._beginning.startswith(text) and not (self._finished or self.done_seen):
+        if self._beginning.startswith(text) and not (self.finished or self.done_seen):
             return b""
         self._beginning = ""
         return self._pending
@@ -121,7 +117,7 @@ class JoinedTap(StreamTap):
         """Removes the parts of a choice that the client has. Returns whether something is left."""
         sent = self._sent
         delta = choice.get("delta", choice)
-        self._finished = self._finished or choice.get("finish_reason") is not None
+        self.finished = self.finished or choice.get("finish_reason") is not None
         if delta is not choice and delta.get("role"):
             if choice["index"] in sent.roles:
                 del delta["role"]
@@ -169,15 +165,15 @@ class JoinedTap(StreamTap):
     def _add(self, usage: dict[str, Any]) -> None:
         """Changes the usage of the rest to the usage of the whole answer: the text so far is no part of the prompt."""
         rest, sent = self._rest, self._sent
-        if sent.prompt_ids:
-            usage["prompt_tokens"] = len(sent.prompt_ids)
-        else:
-            # An engine may read the text so far as fewer tokens than were written.
-            usage["prompt_tokens"] = max(1, usage["prompt_tokens"] - rest.tokens)
+        prompt, output = usage.get("prompt_tokens"), usage.get("completion_tokens")
+        if prompt is None or output is None:
+            return
+        # An engine may read the text so far as fewer tokens than were written.
+        usage["prompt_tokens"] = len(sent.prompt_ids) if sent.prompt_ids else max(1, prompt - rest.tokens)
         if sent.finished:
             usage["completion_tokens"] = sent.tokens + sent.held_tokens
         else:
-            usage["completion_tokens"] = rest.tokens + (0 if rest.text_ended else usage["completion_tokens"])
+            usage["completion_tokens"] = rest.tokens + (0 if rest.text_ended else output)
         usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
         details = usage.get("prompt_tokens_details")
         if details and details.get("cached_tokens"):

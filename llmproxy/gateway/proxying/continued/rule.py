@@ -75,6 +75,7 @@ class How(StrEnum):
     ANEW = "anew"  # The same request: the client has got no token.
     IDS = "ids"  # Prompt and answer so far as token ids.
     TEXT = "text"  # Prompt and answer so far as text.
+    END = "end"  # Not at all: the client has got the whole answer, and only the end mark was missing.
 
 
 class NotContinued(Exception):  # noqa: N818 - a reason, not an error of this code

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from msgspec import structs
 
-from llmproxy.core.domain import Request
+from llmproxy.core.domain import Outcome, Request
 from llmproxy.core.estimates.tokens import Estimator
 from llmproxy.gateway.proxying.call import Call
 from llmproxy.gateway.proxying.continued.join import RestOf
-from llmproxy.gateway.proxying.continued.rule import KINDS, NotContinued, write_rest
+from llmproxy.gateway.proxying.continued.rule import KINDS, How, NotContinued, write_rest
 from llmproxy.gateway.proxying.continued.sent import read_sent
 from llmproxy.gateway.proxying.request_context import Continuation, RequestContext, make_request
+from llmproxy.gateway.proxying.response_writer import within
 from llmproxy.scheduling.attempt import Attempt
 
 
+class _EndMissing(NotContinued):
+    """The client has got the whole answer without the end mark."""
+
+
 async def ask_rest(context: RequestContext, request: Request, attempt: Attempt, estimator: Estimator) -> Request | None:
-    """Returns the request for the rest of the stream that broke in `attempt`; None if the stream must end.
+    """Returns the request for the rest of the stream that broke in `attempt`; None if the stream must end, or has got
+    its end mark here.
 
     `request` is the request as it was first scheduled. The reason for an end is in the record.
     """
@@ -24,6 +30,11 @@ async def ask_rest(context: RequestContext, request: Request, attempt: Attempt, 
         return None
     try:
         continuation = await _prepare(context, call, attempt)
+    except _EndMissing:
+        record.continued, attempt.outcome = How.END, Outcome.COMPLETED
+        context.client.write(b"data: [DONE]\n\n")
+        await within(context.client.end(), context.client, context.rules.config.timeouts.stall_s)
+        return None
     except NotContinued as reason:
         record.not_continued = str(reason)
         return None
@@ -52,6 +63,8 @@ async def _prepare(context: RequestContext, call: Call, attempt: Attempt) -> Con
     sent = await reader.in_turns(read_sent(b"".join(captured.chunks)))
     if sent is None:
         raise NotContinued("the events of the answer have an unknown shape")
+    if sent.finished and (sent.counted or call.hide_usage) and asked.sequences == 1:
+        raise _EndMissing
     always = config.retry.continue_ == "always"
     rest = await reader.in_turns(write_rest(asked.body, asked.kind, sent, asked.max_tokens, always=always))
     parsed = asked

@@ -192,9 +192,17 @@ def test_nothing_follows_an_event_that_cannot_be_joined(at_once: bool) -> None:
 
 
 @pytest.mark.parametrize("chunks", [[], events(CHAT, 3)[:3]])
-def test_a_rest_without_an_end_is_an_error(chunks: list[bytes]) -> None:
+def test_a_rest_without_an_end_is_cut_short(chunks: list[bytes]) -> None:
     _, tap = joined(Rest(How.TEXT, b"", "", 3), after(CHAT, 3), *chunks)
-    assert b"it stopped without an end" in tap.held_back
+    assert tap.cut_short
+
+
+@pytest.mark.parametrize("usage", [{"completion_tokens": 2}, {"prompt_tokens": 2, "completion_tokens": None}])
+def test_a_usage_without_all_counts_is_passed_on(usage: dict[str, Any]) -> None:
+    event = b"data: " + orjson.dumps({"choices": [], "usage": usage}) + b"\n\n"
+    raw, tap = joined(Rest(How.TEXT, b"", "", 3), after(CHAT, 3), *events(CHAT, 3, usage=False)[:-1], event)
+    assert not tap.error_seen
+    assert raw.endswith(event)
 
 
 def test_usage_is_sent_once() -> None:
