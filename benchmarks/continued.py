@@ -173,8 +173,10 @@ class Run:
     async def available(self, index: int) -> None:
         await self.running.becomes(f'llmproxy_backend_available{{backend="{self.running.name(index)}"}}', 1.0)
 
-    async def start(self, index: int) -> None:
+    async def start(self, index: int, *, drained: bool = False) -> None:
         await restart(self.running, index)
+        if drained:
+            await self.running.admin(index, "undrain")
         await self.available(index)
 
 
@@ -200,9 +202,7 @@ async def drained(run: Run, index: int) -> None:
     run.clients.hit(index)
     await run.running.replicas[index].stop(signal.SIGKILL)
     await asyncio.sleep(3.0)
-    await restart(run.running, index)
-    await run.running.admin(index, "undrain")
-    await run.available(index)
+    await run.start(index, drained=True)
 
 
 async def errors(run: Run, index: int) -> None:
@@ -236,6 +236,15 @@ async def rolled(run: Run, _: int) -> None:
         await run.start(index)
 
 
+async def rolled_after_drains(run: Run, _: int) -> None:
+    """As `rolled`, and each replica is drained first, as discovery does before Kubernetes ends a pod."""
+    for index in range(REPLICAS):
+        await run.running.admin(index, "drain")
+        run.clients.hit(index)
+        await run.running.replicas[index].stop()
+        await run.start(index, drained=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Scene:
     name: str
@@ -253,8 +262,9 @@ SCENES = (
     Scene("engine dead", engine_dead),
     Scene("SIGTERM, finish reason `abort`", ended, ("--shutdown", "abort")),
     Scene("rolling restart, streams cut", rolled, share=0.25),
+    Scene("rolling restart, drained, streams cut", rolled_after_drains, share=0.25),
     Scene("rolling restart, `abort`", rolled, ("--shutdown", "abort"), 0.25),
-    Scene("rolling restart, streams hang", rolled, ("--shutdown", "hang"), 0.1),
+    Scene("rolling restart, streams hang", rolled, ("--shutdown", "hang"), 0.25),
 )
 
 

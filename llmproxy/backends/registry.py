@@ -173,6 +173,8 @@ class BackendRegistry:
     def _apply_drain(self, member: _Member) -> None:
         drained = member.drained or member.leaving is not None or not _is_ready(member.config)
         self._pools.backends[member.config.name].drained = drained
+        if drained:
+            self._dispatcher.leaves(member.config.name)
         self._dispatcher.reconsider()
 
     # --- joining, changing and leaving ----------------------------------------------------------------------------

@@ -396,6 +396,8 @@ class Revoke(Struct, frozen=True):
     lease: int
     request: Request
     backend: str
+    # The backend hangs and may go on. The lease may go on too, if its stream has begun and can only go on there.
+    hung: bool = False
 
 
 class Preempt(Struct, frozen=True):

@@ -98,7 +98,8 @@ class Leases:
         self._on_excuses = _overriding(observers, LeaseObserver.excuses)
         self._on_process_gone = _overriding(observers, LeaseObserver.process_gone)
         self._open: dict[int, LeaseRecord] = {}
-        self.revoked: list[int] = []
+        # The leases to revoke, and whether their backend hangs.
+        self.revoked: list[tuple[int, bool]] = []
         self._newest = 0
         self._newest_of_old: dict[str, int] = {}
 
@@ -127,17 +128,17 @@ class Leases:
         for lease in self._open.values():
             lease.on_old_process = lease.on_old_process or lease.backend is backend
 
-    def revoke(self, leases: Iterable[int]) -> None:
+    def revoke(self, leases: Iterable[int], *, hung: bool = False) -> None:
         """Marks leases for `take_revoked`, because their backend is gone or hangs."""
-        self.revoked += leases
+        self.revoked += [(lease, hung) for lease in leases]
 
     def take_revoked(self) -> list[Revoke]:
         """Returns the open leases that were revoked since the last call."""
         if not self.revoked:
             return []
-        numbers, self.revoked = self.revoked, []
-        revoked = [self._open[number] for number in numbers if number in self._open]
-        return [Revoke(lease.number, lease.request, lease.backend.name) for lease in revoked]
+        revoked, self.revoked = self.revoked, []
+        leases = [(self._open[number], hung) for number, hung in revoked if number in self._open]
+        return [Revoke(lease.number, lease.request, lease.backend.name, hung) for lease, hung in leases]
 
     def is_on_current_process(self, lease: int, backend: str) -> bool:
         """Returns whether a lease, open or ended, was granted in this pool on the current process of `backend`."""

@@ -66,13 +66,14 @@ class PoolBackends:
     def eject_outliers(self, now: float) -> list[int]:
         """Ejects backends that hang or have become slow.
 
-        Returns the leases on hung backends that have no first byte yet; they can be retried on other backends.
+        Returns the leases on hung backends that have no first byte yet, and if a hang is proved, all leases. They can
+        be retried, or continued, on other backends.
         """
         hung, slow = self.outliers.outliers(now)
         leases: list[int] = []
         for name, silent in hung.items():
             if self.by_name[name].hangs(silent, now):
-                leases += self.outliers.give_up(name, now)
+                leases += self.outliers.give_up(name, silent, now)
         for name, why in slow.items():
             self.by_name[name].slowed(why, now)
         return leases

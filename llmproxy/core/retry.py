@@ -16,6 +16,9 @@ RETRY_WAIT_MIN_S = 1.0
 """Minimum queue time of a retry, because the failed attempt may have used up the time of the request."""
 COMPUTED_MAX = 2
 """Maximum number of engines that may start a request. After a second failure the request itself is the likely cause."""
+PLANNED_MAX = 8
+"""Maximum number of planned ends that are not counted as failed attempts of a request. A rolling restart rarely hits a
+stream more than three times. An engine might abort every answer."""
 
 
 class Cause(Enum):
@@ -35,7 +38,9 @@ class Cause(Enum):
     NOT_TRANSFERRED = "not_transferred"  # The KV transfer from another backend failed.
     # The engine accepted the body.
     BROKEN = "broken"  # The connection was reset or closed, or carried no HTTP.
-    GONE = "gone"  # Polls showed that the process is gone, or streams showed that it hangs.
+    # The port refuses connections while this connection is open, or the connection broke after a drain.
+    GONE = "gone"
+    HUNG = "hung"  # Outlier detection found that the backend hangs.
     ENGINE_DEAD = "engine_dead"  # The server reports that its engine died.
     ERROR = "error"  # 500, 502, other 5xx, and error events with the same meaning.
     STALLED = "stalled"  # Silent for `timeouts.stall_s` after the first byte.
@@ -47,7 +52,7 @@ class Again(Enum):
     """How often a request may be retried. After the first byte to the client, only NO and REST apply."""
 
     NO = "no"
-    ELSEWHERE = "elsewhere"  # Nothing was computed: up to the retry limit and the retry budget.
+    ELSEWHERE = "elsewhere"  # The request is not suspected: up to the retry limit and the retry budget.
     ANYWHERE_ELSE = "anywhere_else"  # Only the backend is to blame: once on each other backend.
     ONCE = "once"  # The engine accepted the body: up to COMPUTED_MAX engines.
     REST = "rest"  # The client has a part of the answer: another backend may generate the rest.
@@ -60,19 +65,22 @@ class Meaning(Struct, frozen=True):
     again: Again
     deadly: bool = False  # The request may have crashed the engine.
     rest: bool = False  # `Again.REST` applies after the first byte.
+    # The backend ended on purpose, so its end is no failed attempt. Its successor may get the request again.
+    planned: bool = False
 
 
 MEANINGS: Mapping[Cause, Meaning] = {
     Cause.LACK: Meaning(Verdict.LOCAL_FAILURE, Again.ELSEWHERE),
     Cause.NO_CONNECTION: Meaning(Verdict.CONNECT_FAILED, Again.ELSEWHERE),
     Cause.BUSY: Meaning(Verdict.BUSY, Again.ELSEWHERE, rest=True),
-    Cause.DRAINING: Meaning(Verdict.DRAINING, Again.ELSEWHERE, rest=True),
+    Cause.DRAINING: Meaning(Verdict.DRAINING, Again.ELSEWHERE, rest=True, planned=True),
     Cause.UNAUTHORIZED: Meaning(Verdict.UNAUTHORIZED, Again.ANYWHERE_ELSE),
     Cause.NOT_SERVED: Meaning(Verdict.NOT_SERVED, Again.ANYWHERE_ELSE),
     Cause.REJECTED: Meaning(Verdict.SERVED, Again.NO),
     Cause.NOT_TRANSFERRED: Meaning(Verdict.TRANSFER_FAILED, Again.ELSEWHERE),
     Cause.BROKEN: Meaning(Verdict.FAILED, Again.ONCE, deadly=True, rest=True),
-    Cause.GONE: Meaning(Verdict.LOST, Again.ONCE, deadly=True, rest=True),
+    Cause.GONE: Meaning(Verdict.LOST, Again.ELSEWHERE, rest=True, planned=True),
+    Cause.HUNG: Meaning(Verdict.LOST, Again.ONCE, deadly=True, rest=True),
     Cause.ENGINE_DEAD: Meaning(Verdict.ENGINE_DEAD, Again.ONCE, deadly=True, rest=True),
     Cause.ERROR: Meaning(Verdict.FAILED, Again.ONCE, rest=True),
     Cause.STALLED: Meaning(Verdict.FAILED, Again.ONCE, rest=True),
@@ -84,6 +92,9 @@ MEANINGS: Mapping[Cause, Meaning] = {
 After the first byte to the client, the verdict is the same, and only the rest of the answer may come from another
 backend. It may not where a repetition would end the same way: the request itself was refused (REJECTED), or its answer
 takes longer than a time limit (OVERRAN). The remaining causes contradict an answer that has begun.
+
+The connections of a process that crashed break at once. So an open connection to a port that refuses new ones belongs
+to a process that shuts down (GONE), as vLLM after SIGTERM.
 """
 
 _NOT_NOW = frozenset({408, 409, 425, 429, 503, 529})

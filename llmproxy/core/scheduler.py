@@ -258,7 +258,7 @@ class Scheduler:
         decisions = self._decided
         try:
             if now >= self._backends.outliers.check_s:
-                self.leases.revoke(self._backends.eject_outliers(now))
+                self.leases.revoke(self._backends.eject_outliers(now), hung=True)
             if self.leases.revoked:
                 decisions += self.leases.take_revoked()
             if self._shed:

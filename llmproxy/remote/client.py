@@ -289,9 +289,13 @@ class LeaseClient:
 
     def _cut(self, message: messages.LeaseCut) -> None:
         run = self._runs.get(message.lease)
+        if run is None:
+            return
+        lease, flags = run.lease, (message.revoked, message.hung, message.preempted, message.leaving)
         # The leader repeats this message after a lost connection.
-        if run is not None and not (run.lease.revoked if message.revoked else run.lease.preempted):
-            run.lease.cut(revoked=message.revoked)
+        if flags != (lease.revoked, lease.hung, lease.preempted, lease.leaving):
+            revoked, hung, preempted, leaving = flags
+            lease.cut(revoked=revoked, hung=hung, preempted=preempted, leaving=leaving)
 
     # --- refusals -----------------------------------------------------------------------------------------------------
 

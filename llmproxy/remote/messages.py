@@ -256,10 +256,13 @@ class PageResponse(Answer, frozen=True, tag=25):
 
 
 class LeaseCut(Answer, frozen=True, tag=26):
-    """The worker must end the attempt of a lease (`Lease.cut`)."""
+    """The flags of a lease (`Lease.cut`)."""
 
     lease: int
     revoked: bool
+    hung: bool = False
+    preempted: bool = False
+    leaving: bool = False
 
 
 class StopWorker(Message, frozen=True, tag=27):

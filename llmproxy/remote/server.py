@@ -177,7 +177,9 @@ class LeaseServer:
 
     def _lend(self, call: int, lease: Lease) -> _Lent:
         lent = self._lent[call] = _Lent(lease)
-        lease.on_cut = lambda: self.send(messages.LeaseCut(call, lease.revoked))
+        lease.on_cut = lambda: self.send(
+            messages.LeaseCut(call, lease.revoked, lease.hung, lease.preempted, lease.leaving)
+        )
         return lent
 
     def _grant(self, call: int, lent: _Lent) -> None:
@@ -194,7 +196,7 @@ class LeaseServer:
     def _repeat_cut(self, lent: _Lent) -> None:
         """Sends the `LeaseCut` of a lease that was cut before the client got it, or whose cut may have been lost."""
         lease = lent.lease
-        if lease.on_cut is not None and (lease.revoked or lease.preempted):
+        if lease.on_cut is not None and (lease.revoked or lease.hung or lease.preempted or lease.leaving):
             lease.on_cut()
 
     def _take_back(self, call: int, returned: LeaseEvent | None = None) -> None:

@@ -90,6 +90,8 @@ class Attempt(Struct, kw_only=True, omit_defaults=True):
     again: Again = Again.NO
     # Whether the request may have crashed the engine.
     deadly: bool = False
+    # Whether the backend ended on purpose.
+    planned: bool = False
     # Whether a prefill stage succeeded, so that the decode stage follows on another backend.
     prefilled: bool = False
     # Whether the request should be retried without a split.
@@ -155,7 +157,7 @@ class Attempt(Struct, kw_only=True, omit_defaults=True):
         self.again = meaning.again
         if self.committed:
             self.again = Again.REST if meaning.rest else Again.NO
-        self.deadly = meaning.deadly
+        self.deadly, self.planned = meaning.deadly, meaning.planned
 
     def complete(self) -> None:
         """Record that the answer is complete. The client may not have got all of it yet."""

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from msgspec import Struct, structs
 
 from llmproxy.core.domain import AdmissionKind, Outcome, Refused, Request, Stage, Verdict
-from llmproxy.core.retry import COMPUTED_MAX, RETRY_WAIT_MIN_S, Again, RetryBudget
+from llmproxy.core.retry import COMPUTED_MAX, PLANNED_MAX, RETRY_WAIT_MIN_S, Again, RetryBudget
 from llmproxy.scheduling.attempt import Attempt
 from llmproxy.scheduling.lease import Lease, Leasing
 
@@ -75,6 +75,8 @@ async def run_attempts(
     excluded: frozenset[str] = frozenset()
     # Attempts that failed only because of the choice of backend, such as a stored response on another backend.
     misdirected = 0
+    # Attempts that ended because their backend ended on purpose, and the last of these backends.
+    planned, left_backend = 0, frozenset[str]()
     while True:
         now = clock()
         if entry is not AdmissionKind.NEW:
@@ -83,7 +85,7 @@ async def run_attempts(
             request = structs.replace(request, deadline_s=now + max(left_s, RETRY_WAIT_MIN_S))
         routing.queued_s = now
         try:
-            lease = await dispatcher.admit(request, excluded, entry)
+            lease = await dispatcher.admit(request, excluded | left_backend, entry)
         except Refused as refused:
             if request.continued:
                 routing.not_continued = refused.message
@@ -98,6 +100,10 @@ async def run_attempts(
             routing.failed_stages += entry is AdmissionKind.PREFILLED and not answers
             result = Attempt.begun(lease.grant, now)
             routing.tried.append(result)
+            failures = routing.attempts - routing.preemptions - routing.failed_stages - misdirected - planned
+            # The answer of `_why_not_continued` after a hang, without a call for each attempt.
+            suspected = routing.computed + 1 >= COMPUTED_MAX
+            lease.movable = request.backend is None and failures <= extra_attempts and not suspected
             await serve(lease, result)
         finally:
             lease.give_back(clock())
@@ -117,12 +123,16 @@ async def run_attempts(
             if rest is not None and result.committed and result.outcome is not Outcome.COMPLETED:
                 routing.not_continued = "a repetition would end the same way"
             return result
-        failures = routing.attempts - routing.preemptions - routing.failed_stages - misdirected
+        if result.planned and planned < PLANNED_MAX and (whole or result.again is Again.REST):
+            planned, left_backend = planned + 1, frozenset({lease.backend})
+            failures -= 1
         if result.again is Again.REST:
             if rest is None:
                 return result
             left = failures <= extra_attempts
-            routing.not_continued = _why_not_continued(request, result, routing, dispatcher, budget, left=left)
+            routing.not_continued = _why_not_continued(request, routing, dispatcher, left=left)
+            if routing.not_continued is None and not budget.take(result.verdict, rest=True):
+                routing.not_continued = "the retry budget is used up"
             if routing.not_continued is not None:
                 return result
             continuation = await rest(result)
@@ -130,7 +140,7 @@ async def run_attempts(
                 budget.give_back()
                 return result
             request, entry = continuation, AdmissionKind.CONTINUED
-            excluded |= {lease.backend}
+            excluded |= {lease.backend} - left_backend
             continue
         if not dispatcher.granting:
             return result
@@ -154,14 +164,11 @@ async def run_attempts(
         if result.verdict is Verdict.BUSY:
             request = structs.replace(request, avoid=lease.backend)
         if result.verdict not in _STAYS and not result.unsplit and request.backend is None:
-            excluded |= {lease.backend}
+            excluded |= {lease.backend} - left_backend
 
 
-def _why_not_continued(
-    request: Request, broken: Attempt, routing: Routing, dispatcher: Leasing, budget: RetryBudget, *, left: bool
-) -> str | None:
-    """Returns why the rest of a stream must not come from another backend, in words. Otherwise counts the retry, and
-    returns None.
+def _why_not_continued(request: Request, routing: Routing, dispatcher: Leasing, *, left: bool) -> str | None:
+    """Returns why the rest of a stream must not come from another backend, in words; None if it may.
 
     `left`: whether the request has attempts left.
     """
@@ -171,6 +178,4 @@ def _why_not_continued(
         return f"only {request.backend} can serve it"
     if routing.computed >= COMPUTED_MAX:
         return f"{COMPUTED_MAX} engines ended while they computed it"
-    if not left:
-        return "its attempts are used up"
-    return None if budget.take(broken.verdict, rest=True) else "the retry budget is used up"
+    return None if left else "its attempts are used up"

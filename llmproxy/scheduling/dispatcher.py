@@ -25,6 +25,7 @@ from llmproxy.core.domain import (
     Reading,
     Refused,
     Request,
+    Revoke,
     Trouble,
     Verdict,
     Waited,
@@ -297,6 +298,12 @@ class Dispatcher:
         self.pools.catalogue.expecting = expected
         self.reconsider()
 
+    def leaves(self, backend: str) -> None:
+        """Tells the holders of leases on `backend` that it was drained, so that its end is no crash."""
+        for lease in self._leases.values():
+            if lease.backend == backend:
+                self._cuts.add(partial(lease.cut, leaving=True))
+
     async def emptied(self, backend: str) -> None:
         """Waits until nothing is in flight on a backend, and no other backend may still fetch a prompt from it.
 
@@ -369,7 +376,9 @@ class Dispatcher:
             held = self._leases.get(decision.lease)
             if held is not None:
                 # The end of a backend may revoke thousands of leases at once.
-                self._cuts.add(partial(held.cut, revoked=not isinstance(decision, Preempt)))
+                hung, preempted = isinstance(decision, Revoke) and decision.hung, isinstance(decision, Preempt)
+                revoked = not (hung or preempted)
+                self._cuts.add(partial(held.cut, revoked=revoked, hung=hung, preempted=preempted))
 
     # --- drain --------------------------------------------------------------------------------------------------------
 

@@ -46,20 +46,27 @@ class Lease(Struct, eq=False):
     # The holder sets `verdict` and `usage` before the end.
     verdict: Verdict = Verdict.CLIENT_GONE
     usage: Usage | None = None
-    # Called when the attempt must end at once, after a flag below was set.
+    # Called after a flag below was set. All but `leaving` end the attempt.
     on_cut: Callable[[], None] | None = None
-    # The backend is gone or hangs, so no answer will come.
+    # The backend is gone, so no answer will come.
     revoked: bool = False
+    # The backend hangs. The holder may ignore this if its answer has begun and can only go on there.
+    hung: bool = False
     # A request of a higher band needs the place. The holder may ignore this if its answer has begun.
     preempted: bool = False
+    # The backend was drained, so its end is planned. This does not end the attempt.
+    leaving: bool = False
+    # Whether a further attempt may follow this one if the backend hangs. Set by the caller.
+    movable: bool = False
 
     @property
     def backend(self) -> str:
         return self.grant.placed.backend
 
-    def cut(self, *, revoked: bool) -> None:
-        """Asks the code that uses the lease to end the attempt."""
-        self.revoked, self.preempted = self.revoked or revoked, self.preempted or not revoked
+    def cut(self, *, revoked: bool = False, hung: bool = False, preempted: bool = False, leaving: bool = False) -> None:
+        """Sets flags, and tells the code that uses the lease."""
+        self.revoked, self.hung = self.revoked or revoked, self.hung or hung
+        self.preempted, self.leaving = self.preempted or preempted, self.leaving or leaving
         if self.on_cut is not None:
             self.on_cut()
 

@@ -66,5 +66,6 @@ def test_the_rest_of_an_answer_may_come_from_another_backend_unless_it_would_end
     attempt = Attempt()
     attempt.enter(State.STREAMING)
     attempt.fail(Outcome.BROKEN_STREAM, cause, "broken")
-    goes_on = {Cause.BUSY, Cause.DRAINING, Cause.BROKEN, Cause.GONE, Cause.ENGINE_DEAD, Cause.ERROR, Cause.STALLED}
-    assert attempt.again is (Again.REST if cause in goes_on else Again.NO)
+    before = {Cause.LACK, Cause.NO_CONNECTION, Cause.UNAUTHORIZED, Cause.NOT_SERVED, Cause.NOT_TRANSFERRED, Cause.LATE}
+    ends = before | {Cause.REJECTED, Cause.OVERRAN}
+    assert attempt.again is (Again.NO if cause in ends else Again.REST)

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from llmproxy.core.domain import AdmissionKind, Grant, GrantReason, Outcome, Placed, Refused, Request, Stage, Verdict
 from llmproxy.core.placement.staged import as_stage
-from llmproxy.core.retry import Cause, RetryBudget
+from llmproxy.core.retry import PLANNED_MAX, Cause, RetryBudget
 from llmproxy.scheduling.attempt import Attempt, AttemptState
 from llmproxy.scheduling.attempts import Routing, run_attempts
 from llmproxy.scheduling.lease import Lease
@@ -69,7 +69,10 @@ async def test_both_stages_are_one_attempt_and_each_beginning_is_one(stages: tup
     ("causes", "attempts"),
     [
         ([Cause.BROKEN] * 9, 2),
-        ([Cause.ENGINE_DEAD, Cause.GONE, Cause.BROKEN], 2),
+        ([Cause.ENGINE_DEAD, Cause.HUNG, Cause.BROKEN], 2),
+        # Backends that end on purpose are no failures.
+        ([Cause.GONE, Cause.DRAINING, Cause.GONE, Cause.BROKEN, Cause.GONE, Cause.BROKEN], 6),
+        ([Cause.GONE] * 19, PLANNED_MAX + 3),
         ([Cause.ERROR, Cause.ERROR, Cause.ERROR], 2),
         ([Cause.LATE, Cause.BROKEN, Cause.ERROR], 2),
         # An attempt without computation is not a repetition, and a refusal does not count against the limit.
@@ -89,6 +92,21 @@ async def test_engines_compute_a_request_twice_at_most(causes: list[Cause], atte
     dispatcher: Any = Granting(*[WHOLE] * 20)
     await run_attempts(asked, routing, attempt, dispatcher, RetryBudget(0.0), 2)
     assert routing.attempts == attempts
+
+
+async def test_a_stream_outlives_more_backends_that_end_on_purpose_than_it_has_attempts() -> None:
+    one = Breaking((Cause.GONE, True), (Cause.DRAINING, True), (Cause.GONE, True), STALLED, (Cause.DRAINING, True))
+    assert (await one.run(1)).outcome is Outcome.COMPLETED
+    assert len(one.broken) == 5
+
+
+async def test_a_lease_knows_whether_its_stream_may_go_on_elsewhere() -> None:
+    one = Breaking((Cause.HUNG, True), (Cause.GONE, True))
+    assert (await one.run()).outcome is Outcome.COMPLETED
+    assert one.movable == [True, False, False], "a request that may have hung an engine is tried on one more"
+    one = Breaking()
+    await one.run(0)
+    assert one.movable == [False]
 
 
 async def test_a_request_avoids_the_backend_that_was_busy_last() -> None:
@@ -123,9 +141,11 @@ class Breaking:
         self.dispatcher: Any = Granting(*[WHOLE] * 20)
         self.budget = RetryBudget(0.0) if budget is None else budget
         self.broken: list[Attempt] = []
+        self.movable: list[bool] = []
         self._causes = list(causes)
 
-    async def _serve(self, _: Lease, attempt: Attempt) -> None:
+    async def _serve(self, lease: Lease, attempt: Attempt) -> None:
+        self.movable.append(lease.movable)
         cause, began = self._causes.pop(0) if self._causes else (None, True)
         if began:
             attempt.enter(AttemptState.STREAMING)

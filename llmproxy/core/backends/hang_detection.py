@@ -45,8 +45,9 @@ class HangDetection:
     its pool answer. Such a backend hangs after STUCK_LATE times `hung_s`, if a poll timed out and the next has no
     answer.
 
-    Non-streamed answers: a backend hangs if its scrapes show requests while its counter of generated tokens does not
-    increase. Prefills explain such a pause, and so do earlier pauses in the pool, up to several times the longest.
+    Frozen engines: a backend with non-streamed answers or started streams hangs if its scrapes show requests while its
+    counter of generated tokens does not increase. Prefills explain such a pause, and so do earlier pauses in the pool,
+    up to several times the longest.
     """
 
     def __init__(
@@ -117,14 +118,14 @@ class HangDetection:
         )
 
     def stuck(self, backend: BackendStreams, now: float) -> bool:
-        """Returns whether a backend has non-streamed answers in flight and generates nothing.
+        """Returns whether a backend has non-streamed answers or started streams in flight and generates nothing.
 
         False until the token counter of some engine of the pool has increased without the end of a request.
         """
         reading = backend.reading
         return (
             self._counts_steps
-            and bool(backend.whole)
+            and bool(backend.whole or backend.started)
             and reading is not None
             and reading.generated is not None
             and reading.running + reading.waiting > 0
@@ -141,7 +142,7 @@ class HangDetection:
     def _unanswered(self, name: str, now: float) -> Hang | None:
         """Returns the evidence that a backend answers neither polls nor requests; None without enough evidence."""
         backend, health = self._backends[name], self._peers.members[name]
-        if health.unanswered_s == inf or not (owed := backend.whole | backend.unstarted):
+        if health.unanswered_s == inf or not (owed := backend.whole | backend.unstarted | backend.started):
             return None
         since_s = self._silent_since(backend, owed)
         # Long prompts and media keep the server busy before its engine sees the request.
@@ -166,6 +167,15 @@ class HangDetection:
             if self._silent(backend, since_s, late_s, now) and self._peers.others_up(self._peers.members[name]):
                 return Hang(since_s, len(unseen), 0, idle=True)
             return None
+        if self.stuck(backend, now):
+            since_s = self._silent_since(backend, backend.whole)
+            # The counter increases as soon as a prompt is computed, so only the longest prompt explains a pause.
+            owed = backend.whole | backend.unstarted | backend.started
+            longest = max(stream.prompt_tokens for stream in owed.values())
+            late_s = max(STUCK_LATE * self.settings.hung_s, LATE * self._prefill.at(longest))
+            late_s = max(late_s, self._pauses.explained_s(1), self._prepares_s(backend, since_s, now))
+            if self._only_silent(backend, since_s, late_s, now, ejected, name):
+                return Hang(since_s, len(owed), 0, frozen=True)
         # The prefix may not be cached after all, and a long uncached prompt takes many times as long.
         prompts_s = self._prefill.at(backend.unstarted_tokens_max)
         if backend.unstarted:
@@ -182,14 +192,6 @@ class HangDetection:
                 stopped = sum(stream.last_byte_s >= together_s for stream in backend.started.values())
                 if stopped >= TOGETHER:
                     return Hang(since_s, len(backend.unstarted), stopped)
-        if self.stuck(backend, now):
-            since_s = self._silent_since(backend, backend.whole)
-            # The counter increases as soon as a prompt is computed, so only the longest prompt explains a pause.
-            longest = max(stream.prompt_tokens for stream in (*backend.whole.values(), *backend.unstarted.values()))
-            late_s = max(STUCK_LATE * self.settings.hung_s, LATE * self._prefill.at(longest))
-            late_s = max(late_s, self._pauses.explained_s(1), self._prepares_s(backend, since_s, now))
-            if self._only_silent(backend, since_s, late_s, now, ejected, name):
-                return Hang(since_s, len(backend.whole), 0)
         return None
 
     def _prepares_s(self, backend: BackendStreams, since_s: float, now: float) -> float:

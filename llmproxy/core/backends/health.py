@@ -69,6 +69,12 @@ class Hang:
     stopped: int  # Streams that stopped together, if that is the evidence.
     idle: bool = False  # Whether the gauges show none of the requests that were sent to the engine.
     unanswered: bool = False  # Whether polls have no answer either.
+    frozen: bool = False  # Whether scrapes show requests, and the counter of generated tokens does not increase.
+
+    @property
+    def proved(self) -> bool:
+        """Whether the backend itself shows that it works on nothing. Silent streams alone may be a long prefill."""
+        return self.unanswered or self.frozen
 
     def why(self, now: float) -> str:
         if self.idle:

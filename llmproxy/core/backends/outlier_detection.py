@@ -193,6 +193,7 @@ class OutlierDetection:
             return None
         backend = stream.backend
         backend.last_byte_s = stream.last_byte_s = now
+        backend.started[lease] = stream
         if now - stream.since_s < SPAN_S or output_tokens <= stream.tokens:
             return None
         return self._observed(stream, output_tokens, sequences, kv_used, now)
@@ -330,14 +331,21 @@ class OutlierDetection:
                 hung[name] = hang
         return hung, self._judge(now) if now >= self._judge_s else {}
 
-    def give_up(self, backend: str, now: float) -> Iterator[int]:
-        """Returns the leases of a hung backend without visible progress. The caller revokes them."""
+    def give_up(self, backend: str, hang: Hang, now: float) -> Iterator[int]:
+        """Returns the leases of a hung backend without visible progress. The caller revokes them.
+
+        Streams that have begun are only given up if `hang` is proved.
+        """
         streams = self._backends[backend]
         unstarted, streams.unstarted = streams.unstarted, {}
         if self._hangs.idle(streams, now):
             unstarted |= streams.unseen
         if self._hangs.stuck(streams, now) or self._peers.members[backend].unanswered_s < inf:
             unstarted |= streams.whole
+        if hang.proved:
+            # A stream that sends another byte is added again.
+            unstarted |= streams.started
+            streams.started = {}
         for lease in unstarted:
             streams.unseen.pop(lease, None)
             streams.remove_whole(lease)

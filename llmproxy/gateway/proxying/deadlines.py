@@ -83,6 +83,7 @@ class Timed(Struct, eq=False, kw_only=True):
     # When bytes came last, or the client began to read again.
     heard_s: float = 0.0
     expired: bool = False
+    was_cut: bool = False
     # The number of the sweep that looks at the attempt next.
     group: int = 0
     _first_limit_s: float = inf
@@ -129,10 +130,14 @@ class Timed(Struct, eq=False, kw_only=True):
         if self.limit_s() > at_s:
             self.deadlines.add(self, self.look_s(at_s))
         else:
-            self.cut()
+            self._end()
 
     def cut(self) -> None:
-        """End the attempt now."""
+        """End the attempt now, whatever its limits."""
+        self.was_cut = True
+        self._end()
+
+    def _end(self) -> None:
         if self._task is not None and not self.expired:
             self.expired = True
             self._task.cancel()

@@ -22,7 +22,7 @@ from llmproxy.gateway.http.errors import INTERNAL_MESSAGE, Failure
 from llmproxy.gateway.http.routes import Dialect
 from llmproxy.gateway.proxying.answers import Answers
 from llmproxy.gateway.proxying.calls import UsageQuestions, call_for, learn_usage
-from llmproxy.gateway.proxying.continued.serving import ask_rest
+from llmproxy.gateway.proxying.continued.serving import ask_rest, may_continue
 from llmproxy.gateway.proxying.failures import deliver_failure, fail
 from llmproxy.gateway.proxying.relay import end_broken
 from llmproxy.gateway.proxying.request_context import RequestContext, make_request
@@ -337,7 +337,8 @@ class RequestHandler:
                     context.client.on_commit = self._stored.commit_callback(
                         call, attempt, backend.name, tenant, context.previous, parsed.stores
                     )
-                await rules.relay.attempt(attempt, lease, backend.url, call, context.client)
+                may_move = partial(self._may_continue, context, lease)
+                await rules.relay.attempt(attempt, lease, backend.url, call, context.client, may_move)
                 if not (call.hide_usage and call.refuses(b"stream_options")):
                     break
                 self._usage.record_refusal(backend, grant.at_s)
@@ -367,6 +368,9 @@ class RequestHandler:
             attempt.detail = rules.identity.key_hint(backend)
         if context.previous is not None and context.previous.may_be_elsewhere(attempt):
             attempt.again = Again.ANYWHERE_ELSE
+
+    async def _may_continue(self, context: RequestContext, lease: Lease) -> bool:
+        return lease.movable and self._dispatcher.granting and await may_continue(context)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 

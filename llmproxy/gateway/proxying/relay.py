@@ -7,6 +7,7 @@ long before the first token. Until the client has got a byte, another backend ma
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 import orjson
@@ -40,6 +41,7 @@ from llmproxy.gateway.proxying.stream_relay import (
     is_event_stream,
     read_answer,
 )
+from llmproxy.lifecycle.background import spawned
 from llmproxy.scheduling.attempt import Attempt, AttemptState
 from llmproxy.scheduling.lease import Lease
 from llmproxy.upstream.port import ConnectFailed, Exchange, LocalFailure, Upstream, UpstreamBroken
@@ -72,12 +74,22 @@ class Relay:
         self._timeouts = timeouts
         self.deadlines, self._reports = Deadlines(), ProgressReports()
 
-    async def attempt(self, attempt: Attempt, lease: Lease, base_url: str, call: Call, client: ResponseWriter) -> None:
+    async def attempt(
+        self,
+        attempt: Attempt,
+        lease: Lease,
+        base_url: str,
+        call: Call,
+        client: ResponseWriter,
+        may_continue: Callable[[], Awaitable[bool]],
+    ) -> None:
         """Send `call` to one backend and relay the answer. Sets the result in `attempt`, verdict and usage in `lease`.
+
+        `may_continue`: whether another backend may go on with the stream of `call`, asked if the backend hangs.
 
         Raises nothing for a failure of the backend. Raises OSError when the client is gone.
         """
-        exchanging = self._exchange(attempt, lease, base_url, call, client)
+        exchanging = self._exchange(attempt, lease, base_url, call, client, may_continue)
         try:
             if call.released and call.connector is not None:
                 await shield_for(exchanging, lambda: PREFILL_GRACE_S)
@@ -98,9 +110,10 @@ class Relay:
             attempt.detail = str(error)
             if not await self._was_complete(attempt, client):
                 outcome = Outcome.BROKEN_STREAM if attempt.committed else Outcome.CONNECT_FAILED
-                attempt.fail(outcome, Cause.BROKEN, "The connection to the backend failed.")
+                cause = Cause.GONE if lease.leaving else Cause.BROKEN
+                attempt.fail(outcome, cause, "The connection to the backend failed.")
         except TimeoutError:
-            waits_for_client = attempt.committed and client.paused and not lease.revoked
+            waits_for_client = attempt.committed and client.paused and not call.was_cut
             if waits_for_client or attempt.state is AttemptState.DELIVERING:
                 await client.abort()
                 raise ConnectionAbortedError("it stopped reading") from None
@@ -112,16 +125,34 @@ class Relay:
             self._account(attempt, lease, call)
 
     async def _exchange(
-        self, attempt: Attempt, lease: Lease, base_url: str, call: Call, client: ResponseWriter
+        self,
+        attempt: Attempt,
+        lease: Lease,
+        base_url: str,
+        call: Call,
+        client: ResponseWriter,
+        may_continue: Callable[[], Awaitable[bool]],
     ) -> None:
         exchange: Exchange | None = None
+        moving: asyncio.Task[None] | None = None
+
+        async def move() -> None:
+            heard_s = call.heard_s
+            if await may_continue() and call.heard_s == heard_s:
+                call.cut()
 
         def cut() -> None:
             # A preemption does not end an answer that has begun. The loss of the backend ends the attempt, unless the
-            # whole answer has arrived and only the client is slow.
+            # whole answer has arrived and only the client is slow. A hang ends a stream that can go on elsewhere.
+            nonlocal moving
             arrived = exchange is not None and exchange.ended
-            if not attempt.committed or (lease.revoked and not arrived):
+            if lease.revoked and not (attempt.committed and arrived):
                 call.cut()
+            elif not attempt.committed:
+                if lease.hung or lease.preempted:
+                    call.cut()
+            elif lease.hung and call.holds and not arrived and (moving is None or moving.done()):
+                moving = spawned(move(), "move a stream")
 
         connect_s = self._timeouts.connect_s
         connect = partial(self._upstream.open, base_url, call.method, call.path_qs, call.headers, call.body, connect_s)
@@ -133,7 +164,7 @@ class Relay:
         try:
             with call:
                 lease.on_cut = cut
-                if lease.revoked or lease.preempted:
+                if lease.revoked or lease.hung or lease.preempted:
                     call.cut()
                 if call.released and call.connector is None:
                     until_s = call.now() + DECODE_GRACE_S
@@ -157,6 +188,8 @@ class Relay:
                     await self._relay_plain(attempt, lease, exchange, call, client)
         finally:
             lease.on_cut = None
+            if moving is not None:
+                moving.cancel()
             # The source refers to the client, and a cycle would wait for the garbage collector.
             client.source = None
             if exchange is not None:
@@ -295,12 +328,12 @@ class Relay:
     def _timed_out(self, attempt: Attempt, call: Call, lease: Lease) -> None:
         outcome = Outcome.BROKEN_STREAM if attempt.committed else Outcome.UPSTREAM_TIMEOUT
         if lease.revoked:
-            # An answer that has begun is only given up when the process of the backend is gone.
-            hangs = "The backend is gone or hangs: the proxy gave up waiting."
-            gone = "The backend is gone: it refuses connections, and its open streams get no more data."
-            message = gone if attempt.committed else hangs
             lost = Outcome.BROKEN_STREAM if attempt.committed else Outcome.CONNECT_FAILED
+            message = "The backend is gone: it refuses connections, and its open streams get no more data."
             attempt.fail(lost, Cause.GONE, message)
+        elif lease.hung and call.was_cut:
+            lost = Outcome.BROKEN_STREAM if attempt.committed else Outcome.CONNECT_FAILED
+            attempt.fail(lost, Cause.HUNG, "The backend hangs: the proxy gave up waiting.")
         elif lease.preempted and not attempt.committed:
             attempt.enter(AttemptState.FAILED)
             attempt.outcome, attempt.verdict = Outcome.INTERNAL, Verdict.PREEMPTED

@@ -221,11 +221,11 @@ def is_event_stream(exchange: Exchange) -> bool:
 
 
 def check_lease(lease: Lease) -> None:
-    """Raise TimeoutError if the lease was revoked or preempted in the loop iteration in which the first byte came.
+    """Raise TimeoutError if the lease was cut in the loop iteration in which the first byte came.
 
     The timer that ends the attempt is set already, and must not expire after the answer to the client has begun.
     """
-    if lease.preempted or lease.revoked:
+    if lease.preempted or lease.revoked or lease.hung:
         raise TimeoutError
 
 

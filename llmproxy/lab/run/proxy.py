@@ -278,7 +278,7 @@ class LabProxy:
     async def _run(self, record: Record, request: Request, leases: int, lease: Lease) -> Again:
         """Serves the request on the lease's replica. Returns whether another attempt may follow."""
         arrival, replica = record.arrival, self._replicas[lease.backend]
-        if lease.preempted and not lease.revoked:
+        if lease.preempted and not (lease.revoked or lease.hung):
             lease.verdict = Verdict.PREEMPTED
             return Again.NO
         stage = lease.grant.request.stage
@@ -344,11 +344,11 @@ class LabProxy:
         return Again.NO
 
     def _broke(self, request: Request, record: Record, lease: Lease, job: ServerJob, by_timeout: bool) -> Again:
-        if lease.preempted and not lease.revoked and job.first_s is None:
+        if lease.preempted and not (lease.revoked or lease.hung) and job.first_s is None:
             lease.verdict = Verdict.PREEMPTED
             return Again.NO
         failed = Verdict.TIMED_OUT if by_timeout and job.first_s is None else Verdict.FAILED
-        lease.verdict = Verdict.LOST if lease.revoked else failed
+        lease.verdict = Verdict.LOST if lease.revoked or lease.hung else failed
         if job.first_s is None or lease.grant.request.stage is Stage.PREFILL:
             record.outcome = Outcome.UPSTREAM_TIMEOUT if by_timeout else Outcome.CONNECT_FAILED
             return Again.ONCE

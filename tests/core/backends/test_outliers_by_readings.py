@@ -78,12 +78,12 @@ def test_engine_that_shows_none_of_its_requests_hangs(
         now = poll * POLL_S
         detection.read("a", reading(now, running=running, generated=500 + poll * running), 1)
         detection.read("b", reading(now, running=0, generated=500), 0)
-        if "a" in detection.outliers(now)[0]:
+        if (hang := detection.outliers(now)[0].get("a")) is not None:
             hung_s = now - 5.0
             break
     assert earliest_s <= hung_s <= latest_s
-    if hung_s < 20.0:
-        assert list(detection.give_up("a", now)) == [2], "nothing was computed, so that it may be tried elsewhere"
+    if hang is not None:
+        assert list(detection.give_up("a", hang, now)) == [2], "nothing was computed, so that it may be tried elsewhere"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -105,9 +105,14 @@ def test_last_backend_that_is_not_drained_does_not_hang(stream: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("per_poll", "hangs"), [(20, False), (0, True)], ids=["a tool call that is held back", "frozen"]
+    ("per_poll", "running", "hangs", "given_up_s"),
+    [(20, 4, False, inf), (0, 4, True, 3.0), (0, 0, True, inf), (1, 4, False, inf)],
+    ids=["a tool call that is held back", "frozen", "nothing runs: its clients do not read", "slow"],
 )
-def test_streams_that_stop_together_hang_only_where_nothing_is_generated(per_poll: int, hangs: bool) -> None:
+def test_streams_that_stop_together_are_given_up_only_where_an_engine_is_frozen(
+    per_poll: int, running: int, hangs: bool, given_up_s: float
+) -> None:
+    gone_s = inf
     detection = detection_of("a", "b")
     for lease in range(10, 18):
         detection.booked(lease, request(stream=True), Placed("ab"[lease % 2], 0.0, (), 2), False, 0.0)
@@ -117,12 +122,17 @@ def test_streams_that_stop_together_hang_only_where_nothing_is_generated(per_pol
         now = poll * POLL_S
         for name in tokens:
             tokens[name] += per_poll if name == "a" and now > 2.0 else 20
-            detection.read(name, reading(now, running=4, generated=tokens[name]), 4)
+            shown = running if name == "a" and now > 2.0 else 4
+            detection.read(name, reading(now, running=shown, generated=tokens[name]), 4)
         for lease in range(10, 18):
             if "ab"[lease % 2] == "b" or now <= 2.0:
                 detection.progress(lease, poll, 4, None, now)
-        hung = hung or "a" in detection.outliers(now)[0]
+        if (hang := detection.outliers(now)[0].get("a")) is not None:
+            hung = True
+            if list(detection.give_up("a", hang, now)) == [10, 12, 14, 16]:
+                gone_s = now - 2.0
     assert hung is hangs
+    assert given_up_s <= gone_s <= given_up_s + 0.5
 
 
 def stuck_after_s(
@@ -159,9 +169,9 @@ def stuck_after_s(
                 counts[name] += tokens if name == "a" else by_b
             shown = running if stopped else 4
             detection.read(name, reading(now, running=shown, waiting=4 - shown, generated=counts[name]), 4)
-        if "a" in detection.outliers(now)[0]:
+        if (hang := detection.outliers(now)[0].get("a")) is not None:
             began_s = now - 4.0
-            assert sorted(detection.give_up("a", now)) == sorted(under_way["a"]), "they may be tried elsewhere"
+            assert sorted(detection.give_up("a", hang, now)) == sorted(under_way["a"]), "they may be tried elsewhere"
             break
     return began_s
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from llmproxy.core.domain import Grant, Listing, ModelCard, Revoke, Trouble, Verdict
-from llmproxy.core.lease_events import Returned, Started
+from llmproxy.core.lease_events import Progress, Returned, Started
 from llmproxy.core.pools import Pools
 from tests.core.make import BASE, DEFAULTS, listing, pools, reading, request
 
@@ -46,6 +46,7 @@ class Fleet:
         self.now = 0.0
         self.grants: dict[int, Grant] = {}
         self.revoked: list[int] = []
+        self.begun: list[int] = []
         self._asks_s = dict.fromkeys(names, 0.0)
         self._sent_s = dict.fromkeys(names, inf)
         for name in names:
@@ -63,9 +64,15 @@ class Fleet:
             if isinstance(decision, Grant):
                 self.grants[decision.lease] = decision
             elif isinstance(decision, Revoke):
+                assert decision.hung, "the process may go on later"
                 self.revoked.append(decision.lease)
                 self.of.apply(Returned(self.grants.pop(decision.lease).lease, Verdict.LOST), self.now)
         self.of.check(self.now)
+
+    def begin(self, lease: int) -> None:
+        """A stream begins, and gets tokens while its backend is not held."""
+        self.of.apply(Started(lease), self.now)
+        self.begun.append(lease)
 
     def owed_by(self, name: str) -> list[int]:
         return [lease for lease, grant in self.grants.items() if grant.placed.backend == name]
@@ -78,6 +85,9 @@ class Fleet:
             self.now = round(self.now + 0.1, 3)
             for name in self.names:
                 self.poll(name)
+            for lease in self.grants.keys() & self.begun:
+                if not self.held(self.grants[lease].placed.backend):
+                    self.of.apply(Progress(lease, round(20 * self.now)), self.now)
             self.decide()
 
     def poll(self, name: str) -> None:
@@ -125,31 +135,35 @@ def test_process_that_is_stopped_is_found_in_four_seconds(
 ) -> None:
     fleet = Fleet(names, holds={"a": inf}, numbers=numbers, stream=stream, **given)
     if stream:
-        for grant in fleet.grants.values():
-            fleet.of.apply(Started(grant.lease), 0.0)
+        for lease in fleet.grants:
+            fleet.begin(lease)
         fleet.run(STOPPED_S)
         fleet.send("a", stream=True)
-    owed = [lease for lease in fleet.owed_by("a") if not stream or lease == max(fleet.grants)]
+    owed = fleet.owed_by("a")
     assert fleet.ejected_after_s(10.0) <= 4.0
-    assert fleet.revoked == owed, "they may be tried elsewhere"
+    fleet.run(STOPPED_S + 4.0 - fleet.now)
+    assert sorted(fleet.revoked) == owed, "they may be tried elsewhere, and the streams that have begun may go on there"
 
 
+@pytest.mark.parametrize("begun", [False, True], ids=["nothing has begun", "streams have begun"])
 @pytest.mark.parametrize(
     ("given", "why"),
     [
         ({"holds": {"a": 3.0}}, "a pause"),
         ({"holds": {"a": 30.0}, "healthy": True}, "its metrics hang, but its health is well"),
         ({"holds": {"a": 3.6, "b": 3.4}}, "the network to all of them"),
-        ({"holds": {"a": 6.0}, "prompt_tokens": 50_000}, "its server may be at work on a long prompt"),
-        ({"holds": {"a": 3.8}, "numbers": False, "prepared": True}, "its server may fetch pictures"),
+        ({"holds": {"a": 6.0}, "prompt_tokens": 50_000, "stream": False}, "its server may be at work on a long prompt"),
+        ({"holds": {"a": 3.8}, "numbers": False, "prepared": True, "stream": False}, "its server may fetch pictures"),
         ({"holds": {"a": 30.0}, "owed": {"a": 0}}, "it owes nothing"),
         ({"holds": {"a": 30.0}, "names": "a"}, "there is no other"),
         ({"holds": {"a": 30.0}, "listings": {"a": BOTH}}, "another model would be gone"),
     ],
     ids=lambda one: one if isinstance(one, str) else "",
 )
-def test_backend_does_not_hang_where(given: dict[str, Any], why: str) -> None:
-    fleet = Fleet(**given)
+def test_backend_does_not_hang_where(given: dict[str, Any], why: str, begun: bool) -> None:
+    fleet = Fleet(**{"stream": begun} | given)
+    for lease in fleet.grants if begun and "stream" not in given else ():
+        fleet.begin(lease)
     owed = fleet.owed_by("a")
     assert fleet.ejected_after_s(20.0) == inf, why
     assert fleet.owed_by("a") == owed

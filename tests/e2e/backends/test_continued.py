@@ -258,3 +258,51 @@ async def test_a_reset_after_any_token_is_not_seen(way: str) -> None:
             found = await read_broken(proxy, path, body | {"max_tokens": 22}, "reset", after_tokens=number)
             assert (found.text, found.ends) == (undisturbed.text, undisturbed.ends)
             assert found.usage[0]["completion_tokens"] == 22
+
+
+@pytest.mark.slow
+async def test_a_frozen_replica_keeps_the_streams_that_cannot_go_on_elsewhere() -> None:
+    body = CHAT_BODY | {"max_tokens": 330}
+    settings: dict[str, Any] = {"scheduling": {"placement": "round_robin"}}
+    async with (
+        serving(*[replace(NUMBERED, speed=0.2)] * 2, **settings) as proxy,
+        # An endless stream shows that the other replica works.
+        proxy.stream(),
+        proxy.stream(body) as moves,
+        proxy.stream(),
+        proxy.stream(body | {"response_format": {"type": "json_object"}}) as stays,
+    ):
+        name = stays.headers["x-llmproxy-backend"]
+        assert moves.headers["x-llmproxy-backend"] == name
+        proxy.replica(name).faults.set("frozen")
+        moved = Read((await all_of(moves)).split(b"\n\n"))
+        assert proxy.replica(name).in_flight == 1
+        proxy.replica(name).faults.clear()
+        stayed = Read((await all_of(stays)).split(b"\n\n"))
+        for found, comments in ((moved, 1), (stayed, 0)):
+            assert (found.errors, found.ends, len(found.comments)) == ([], ["length"], comments)
+            assert fault_in(found.text) is None
+
+
+@pytest.mark.parametrize(("fault", "planned"), [("hang", True), ("refuse", False), ("refuse", True)])
+async def test_a_stream_goes_on_after_each_planned_end(fault: str, planned: bool) -> None:
+    """A closed port with open connections, or a drain before the reset, shows that the end is planned."""
+    async with serving(*[replace(NUMBERED, speed=0.1)] * 3) as proxy, proxy.stream(CHAT_BODY) as answer:
+        left = {"b0", "b1", "b2"}
+
+        def serves() -> set[str]:
+            return {name for name in left if proxy.replica(name).engine.counters.generation > 5}
+
+        for _ in range(2):
+            await until(serves)
+            [name] = serves()
+            if planned and fault == "refuse":
+                proxy.app.registry.drain(name)
+                await asyncio.sleep(0)
+            proxy.replica(name).faults.set(fault)
+            left -= {name}
+        found = Read((await all_of(answer)).split(b"\n\n"))
+        await proxy.settled()
+        assert set(proxy.outcomes()) == {"completed" if planned else "broken_stream"}
+        assert len(found.errors) == (not planned)
+        assert fault_in(found.text) is None

@@ -12,7 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 from structlog.typing import EventDict
 
-from tests.e2e.proxies import FAST, STREAM, ProxyUnderTest, serving, until
+from tests.e2e.proxies import ENDLESS, FAST, STREAM, ProxyUnderTest, serving, until
 
 HUNG_S = 0.2
 OWED = STREAM | {"max_tokens": 16}
@@ -42,7 +42,9 @@ async def read(stream: aiohttp.ClientResponse) -> None:
 
 async def test_a_request_on_a_hung_backend_is_tried_elsewhere(log: list[EventDict]) -> None:
     settings: dict[str, Any] = {"health": {"hung_s": HUNG_S}, "scheduling": {"placement": "round_robin"}}
-    async with serving(FAST, FAST, **settings) as proxy, proxy.stream() as one, proxy.stream() as other:
+    # With a seed, a stream that has begun stays where it is.
+    stays = ENDLESS | {"seed": 1}
+    async with serving(FAST, FAST, **settings) as proxy, proxy.stream(stays) as one, proxy.stream(stays) as other:
         hangs, speaks = (stream.headers["x-llmproxy-backend"] for stream in (one, other))
         assert hangs != speaks
         reading = asyncio.create_task(read(other))

@@ -101,10 +101,10 @@ def test_engine_drops_a_preempted_request_before_its_next_token_and_is_empty_aft
     left: list[int] = []
     cut = Lease.cut
 
-    def spied(lease: Lease, *, revoked: bool) -> None:
+    def spied(lease: Lease, **flags: bool) -> None:
         (replica,) = one._replicas.values()
         before = len(replica._jobs)
-        cut(lease, revoked=revoked)
+        cut(lease, **flags)
         left.append(before - len(replica._jobs))
 
     monkeypatch.setattr(Lease, "cut", spied)

@@ -99,6 +99,20 @@ async def test_a_preemption_is_reported_as_one(one: Dispatcher, line: WorkerLink
 
 
 @linked
+async def test_a_drain_is_reported_and_cuts_nothing(one: Dispatcher, line: WorkerLink) -> None:
+    client = line.client(stream=True)
+    lease = await leased(client)
+    one.leaves("a")
+    await turns(ENOUGH)
+    assert (lease.leaving, lease.hung, lease.revoked, lease.preempted) == (True, False, False, False)
+    [held] = one._leases.values()
+    held.cut(hung=True)
+    await turns(ENOUGH)
+    assert (lease.leaving, lease.hung, lease.revoked, lease.preempted) == (True, True, False, False)
+    await client.done()
+
+
+@linked
 async def test_a_cut_that_comes_before_its_grant_is_known_is_not_lost(one: Dispatcher, line: WorkerLink) -> None:
     before, client = Client(one), line.client()
     await turns(ENOUGH)

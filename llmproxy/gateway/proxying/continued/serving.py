@@ -8,10 +8,11 @@ from llmproxy.core.domain import Outcome, Request
 from llmproxy.core.estimates.tokens import Estimator
 from llmproxy.gateway.proxying.call import Call
 from llmproxy.gateway.proxying.continued.join import RestOf
-from llmproxy.gateway.proxying.continued.rule import KINDS, How, NotContinued, write_rest
-from llmproxy.gateway.proxying.continued.sent import read_sent
+from llmproxy.gateway.proxying.continued.rule import KINDS, How, NotContinued, Rest, write_rest
+from llmproxy.gateway.proxying.continued.sent import Sent, read_sent
 from llmproxy.gateway.proxying.request_context import Continuation, RequestContext, make_request
 from llmproxy.gateway.proxying.response_writer import within
+from llmproxy.gateway.request.parsed_body import ParsedBody
 from llmproxy.scheduling.attempt import Attempt
 
 
@@ -45,13 +46,39 @@ async def ask_rest(context: RequestContext, request: Request, attempt: Attempt, 
     return structs.replace(rest, output_tokens=left, continued=True)
 
 
+async def may_continue(context: RequestContext) -> bool:
+    """Returns whether the rule allows another backend to generate the rest of a stream that is still open."""
+    assert context.call is not None
+    try:
+        await _written(context, context.call)
+    except _EndMissing:
+        return True
+    except NotContinued:
+        return False
+    return True
+
+
 async def _prepare(context: RequestContext, call: Call, attempt: Attempt) -> Continuation:
+    """Returns the stream that broke and the request for its rest. Raises NotContinued."""
+    config, reader = context.rules.config, context.rules.body_reader
+    asked, sent, rest = await _written(context, call)
+    parsed = asked
+    if rest.body is not asked.body:
+        if not context.buffered.add_whole(len(rest.body)):
+            raise NotContinued("the proxy keeps as many bytes of request bodies as it may")
+        parsed = await reader.read(rest.body, asked.kind)
+        if parsed.chain is not None and asked.chain is not None:
+            parsed = structs.replace(parsed, chain=structs.replace(parsed.chain, salt=asked.chain.salt))
+    end_s = (context.record.tried[0].granted_s or 0.0) + config.timeouts.total_s
+    return Continuation(asked, call, attempt, parsed, RestOf(sent, rest, end_s))
+
+
+async def _written(context: RequestContext, call: Call) -> tuple[ParsedBody, Sent, Rest]:
     """Reads the part of the answer that the client has got, and writes the body that asks for the rest.
 
-    The loop is not blocked for more than about 2 ms. Raises NotContinued.
+    Returns the request of the client too. The loop is not blocked for more than about 2 ms. Raises NotContinued.
     """
-    captured, config = context.captured, context.rules.config
-    reader = context.rules.body_reader
+    captured, reader = context.captured, context.rules.body_reader
     if context.route.kind not in KINDS:
         raise NotContinued(f"answers of the kind `{context.route.kind}` are not continued")
     asked = context.parsed if context.continuation is None else context.continuation.asked
@@ -65,14 +92,6 @@ async def _prepare(context: RequestContext, call: Call, attempt: Attempt) -> Con
         raise NotContinued("the events of the answer have an unknown shape")
     if sent.finished and (sent.counted or call.hide_usage) and asked.sequences == 1:
         raise _EndMissing
-    always = config.retry.continue_ == "always"
+    always = context.rules.config.retry.continue_ == "always"
     rest = await reader.in_turns(write_rest(asked.body, asked.kind, sent, asked.max_tokens, always=always))
-    parsed = asked
-    if rest.body is not asked.body:
-        if not context.buffered.add_whole(len(rest.body)):
-            raise NotContinued("the proxy keeps as many bytes of request bodies as it may")
-        parsed = await reader.read(rest.body, asked.kind)
-        if parsed.chain is not None and asked.chain is not None:
-            parsed = structs.replace(parsed, chain=structs.replace(parsed.chain, salt=asked.chain.salt))
-    end_s = (context.record.tried[0].granted_s or 0.0) + config.timeouts.total_s
-    return Continuation(asked, call, attempt, parsed, RestOf(sent, rest, end_s))
+    return asked, sent, rest
