@@ -317,7 +317,7 @@ def top(
     """
     from llmproxy.tools import top as asked
 
-    _ask(lambda: asked.top(asked.Target.parsed(url, admin_key), interval_s, once=once, as_json=as_json), "top")
+    _ask(lambda: asked.top(asked.ProxyAddress.parsed(url, admin_key), interval_s, once=once, as_json=as_json), "top")
 
 
 @app.command(cls=PanelHelp, short_help="Tell the story of one request.")
@@ -332,7 +332,7 @@ def explain(
     """Print the history of one request: its wait, its replicas, and the prices of all candidates."""
     from llmproxy.tools import top as asked
 
-    _ask(lambda: asked.explain(asked.Target.parsed(url, admin_key), request, as_json=as_json), "explain")
+    _ask(lambda: asked.explain(asked.ProxyAddress.parsed(url, admin_key), request, as_json=as_json), "explain")
 
 
 @app.command(cls=PanelHelp, short_help="Say how many replicas the work needs.")
@@ -344,7 +344,7 @@ def scale(
     """Say how many replicas each pool of a running proxy has and needs, and which part of the work asks for them."""
     from llmproxy.tools import top as asked
 
-    _ask(lambda: asked.scale(asked.Target.parsed(url, admin_key), as_json=as_json), "scale")
+    _ask(lambda: asked.scale(asked.ProxyAddress.parsed(url, admin_key), as_json=as_json), "scale")
 
 
 @app.command(cls=PanelHelp, short_help="Say what flows would get under other weights.")
@@ -362,7 +362,7 @@ def whatif(
     """
     from llmproxy.tools import top as asked
 
-    _ask(lambda: asked.whatif(asked.Target.parsed(url, admin_key), weights or ()), "whatif")
+    _ask(lambda: asked.whatif(asked.ProxyAddress.parsed(url, admin_key), weights or ()), "whatif")
 
 
 @app.command(cls=PanelHelp, short_help="Show the use of a tenant, with its own key.")

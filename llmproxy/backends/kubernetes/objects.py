@@ -28,7 +28,7 @@ class Conditions(Struct, frozen=True):
     terminating: bool | None = None
 
 
-class Target(Struct, frozen=True):
+class TargetRef(Struct, frozen=True):
     name: str = ""
     uid: str = ""
 
@@ -36,7 +36,7 @@ class Target(Struct, frozen=True):
 class Endpoint(Struct, rename="camel", frozen=True):
     addresses: list[str]
     conditions: Conditions = Conditions()
-    target_ref: Target | None = None
+    target_ref: TargetRef | None = None
 
 
 class Port(Struct, frozen=True):

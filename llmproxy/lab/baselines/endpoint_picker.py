@@ -38,7 +38,7 @@ TOKEN_LOAD_FULL = 4_194_304
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class ScoringInput:
     """A backend that may be chosen for one prompt."""
 
     view: View
@@ -55,12 +55,12 @@ class Candidate:
 class Scored:
     """The candidates that passed a profile's filters, with scores and terms in the same order."""
 
-    kept: Sequence[Candidate]
+    kept: Sequence[ScoringInput]
     scores: Sequence[float]
     terms: Mapping[str, Sequence[float]]
 
 
-Profile = Callable[[Sequence[Candidate]], Scored]
+Profile = Callable[[Sequence[ScoringInput]], Scored]
 """EPP's scheduling profile: filters and weighted scorers. The highest score wins; ties are drawn at random."""
 
 
@@ -72,7 +72,7 @@ def blend(queue: float = 2.0, kv: float = 2.0, prefix: float = 3.0) -> Profile:
     same best backend.
     """
 
-    def scored(candidates: Sequence[Candidate]) -> Scored:
+    def scored(candidates: Sequence[ScoringInput]) -> Scored:
         readings = [candidate.view.reading for candidate in candidates]
         waiting = [reading.waiting if reading is not None else 0 for reading in readings]
         shortest, longest = min(waiting), max(waiting)
@@ -95,7 +95,7 @@ def sticky(match: float = 0.8, penalty_s: float = 18.0, rate: float = 15_928.0) 
     flight, including this prompt's uncached tokens, is chosen.
     """
 
-    def warm_candidates(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    def warm_candidates(candidates: Sequence[ScoringInput]) -> Sequence[ScoringInput]:
         warm = [candidate for candidate in candidates if candidate.match >= match]
         others = [candidate for candidate in candidates if candidate.match < match]
         if not warm or not others:
@@ -103,7 +103,7 @@ def sticky(match: float = 0.8, penalty_s: float = 18.0, rate: float = 15_928.0) 
         ahead_tokens = min(one.tokens_in_flight for one in warm) - min(one.tokens_in_flight for one in others)
         return candidates if penalty_s and ahead_tokens / rate > penalty_s else warm
 
-    def scored(candidates: Sequence[Candidate]) -> Scored:
+    def scored(candidates: Sequence[ScoringInput]) -> Scored:
         kept = warm_candidates(candidates)
         loads = [candidate.tokens_in_flight + candidate.new_tokens for candidate in kept]
         scores = [1.0 - min(1.0, load / TOKEN_LOAD_FULL) for load in loads]
@@ -215,7 +215,7 @@ class EndpointPicker(Placement):
             cached_tokens = min(tokens, matched * size)
             share = matched / len(blocks) if blocks else 0.0
             ahead_tokens = self.tokens_in_flight.amount(view.backend)
-            found.append(Candidate(view, share, cached_tokens, tokens - cached_tokens, ahead_tokens))
+            found.append(ScoringInput(view, share, cached_tokens, tokens - cached_tokens, ahead_tokens))
         scored = self._profile(found)
         at = highest(scored.scores, self._around.rng)
         chosen = scored.kept[at]

@@ -26,7 +26,7 @@ from llmproxy.lab.demo.display import Display
 from llmproxy.lab.demo.processes import HOST, DemoError, DemoReplica, Processes, reserved_port
 from llmproxy.lab.demo.scenes import ADMIN_KEY, SCENES, Stage, playable_scenes
 from llmproxy.tools.terminal import pressed
-from llmproxy.tools.top.ask import LIVE, Asker, AskError, Target
+from llmproxy.tools.top.ask import LIVE, Asker, AskError, ProxyAddress
 from llmproxy.tools.top.document import Document, read
 
 START_TIMEOUT_S = 60.0
@@ -124,7 +124,7 @@ async def _demo(port: int, count: int, display: Display) -> None:
                     scenes=keys,
                 )
             )
-            asker = Asker(Target.parsed(base, ADMIN_KEY), session)
+            asker = Asker(ProxyAddress.parsed(base, ADMIN_KEY), session)
             await processes.unless_one_dies(_play(session, asker, processes, replicas, display))
 
 

@@ -34,7 +34,7 @@ _log = structlog.get_logger()
 
 
 class Cluster:
-    """A member of a cluster, from `start` to `close`. It is the `Candidate` of its election."""
+    """A member of a cluster, from `start` to `close`. It is the `ElectionMember` of its election."""
 
     def __init__(
         self, me: Hello, lock_s: float, store: LockStore, dispatcher: Dispatcher, leasing: ClusterLeasing,
@@ -231,7 +231,7 @@ class Cluster:
             self.lock_error is not None,
         )  # fmt: skip
 
-    # --- Candidate ----------------------------------------------------------------------------------------------------
+    # --- ElectionMember -----------------------------------------------------------------------------------------------
 
     def lead(self, epoch: int, until_s: float) -> None:
         if self.is_leader and epoch != self.epoch:

@@ -64,7 +64,7 @@ EPOCH_MAX = (1 << 31) - 1
 """The highest epoch: a Kubernetes Lease counts its transitions in 32 bits."""
 
 
-class Candidate(Protocol):
+class ElectionMember(Protocol):
     """The member that takes part in an election. Its methods do not block."""
 
     def lead(self, epoch: int, until_s: float) -> None:
@@ -82,7 +82,7 @@ class Election:
     """Takes part in an election for one member."""
 
     def __init__(
-        self, store: LockStore, name: str, address: str, lock_s: float, candidate: Candidate,
+        self, store: LockStore, name: str, address: str, lock_s: float, candidate: ElectionMember,
         on_store_error: Callable[[str | None], None], *, campaign: bool = True,
     ) -> None:  # fmt: skip
         """

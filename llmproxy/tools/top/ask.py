@@ -32,14 +32,14 @@ class UnreachableError(AskError):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ProxyAddress:
     """The address of a proxy, and its admin key."""
 
     url: URL
     admin_key: str | None = None
 
     @classmethod
-    def parsed(cls, url: str, admin_key: str | None) -> Target:
+    def parsed(cls, url: str, admin_key: str | None) -> ProxyAddress:
         """Parses a URL typed by a user, perhaps without `http://`. Raises AskError."""
         full = url if "://" in url else f"http://{url}"
         try:
@@ -61,7 +61,7 @@ class Target:
 class Asker:
     """Client of one proxy, over one HTTP session."""
 
-    def __init__(self, target: Target, session: aiohttp.ClientSession) -> None:
+    def __init__(self, target: ProxyAddress, session: aiohttp.ClientSession) -> None:
         self.target = target
         self._session = session
 
@@ -119,7 +119,7 @@ class Asker:
 
 
 @asynccontextmanager
-async def asking(target: Target) -> AsyncIterator[Asker]:
+async def asking(target: ProxyAddress) -> AsyncIterator[Asker]:
     """Yields a client with one HTTP session."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as session:
         yield Asker(target, session)

@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 from llmproxy.tools.terminal import can_draw, console, pressed
-from llmproxy.tools.top.ask import EXPLAIN, LIVE, REQUESTS, SCALE, Asker, Target, UnreachableError, asking
+from llmproxy.tools.top.ask import EXPLAIN, LIVE, REQUESTS, SCALE, Asker, ProxyAddress, UnreachableError, asking
 from llmproxy.tools.top.document import Document, Explained, read
 from llmproxy.tools.top.picture import TALL, picture
 from llmproxy.tools.top.scale import scale as scale_table
@@ -29,7 +29,7 @@ CHOICES_FILTERED = 100
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-async def top(target: Target, interval_s: float, *, once: bool, as_json: bool) -> None:
+async def top(target: ProxyAddress, interval_s: float, *, once: bool, as_json: bool) -> None:
     """Shows the proxy until the user presses `q`. With `once`, or without a terminal, prints one screen. Raises
     AskError.
     """
@@ -45,7 +45,7 @@ async def top(target: Target, interval_s: float, *, once: bool, as_json: bool) -
         await _Screen(asker, interval_s).run()
 
 
-async def explain(target: Target, request: str, *, as_json: bool) -> None:
+async def explain(target: ProxyAddress, request: str, *, as_json: bool) -> None:
     """Prints the history of a request. Raises AskError."""
     async with asking(target) as asker:
         found = await asker.get(REQUESTS, {"request": request})
@@ -55,7 +55,7 @@ async def explain(target: Target, request: str, *, as_json: bool) -> None:
         console().print(story(found))
 
 
-async def scale(target: Target, *, as_json: bool) -> None:
+async def scale(target: ProxyAddress, *, as_json: bool) -> None:
     """Prints how many replicas each pool needs. Raises AskError."""
     async with asking(target) as asker:
         found = await asker.get(SCALE)
@@ -65,7 +65,7 @@ async def scale(target: Target, *, as_json: bool) -> None:
         console().print(scale_table(found))
 
 
-async def whatif(target: Target, weights: Sequence[str]) -> None:
+async def whatif(target: ProxyAddress, weights: Sequence[str]) -> None:
     """Prints the rates that flows would get under other weights, such as `team-a=3`. Raises AskError."""
     given = weights_of(weights)
     async with asking(target) as asker:

@@ -119,7 +119,7 @@ class Document(Struct, frozen=True):
     cluster: ClusterSeen | None = None
 
 
-class Candidate(Struct, frozen=True):
+class PricedBackend(Struct, frozen=True):
     """A replica that could have got a request, with its price as text."""
 
     backend: str
@@ -135,7 +135,7 @@ class Choice(Struct, frozen=True):
     age_s: float
     prompt_tokens: int
     chosen: str | None
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[PricedBackend, ...]
 
 
 class Choices(Struct, frozen=True):

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
 
-from llmproxy.tools.top.ask import AskError, Target
+from llmproxy.tools.top.ask import AskError, ProxyAddress
 from llmproxy.tools.top.document import ClusterSeen, Document, Event, Explained, read
 from llmproxy.tools.top.picture import HELP, duration, picture
 from llmproxy.tools.top.story import story
@@ -305,8 +305,8 @@ def test_durations_are_short(seconds: float | None, shown: str) -> None:
 @pytest.mark.parametrize("url", ["ftp://a", "http://", "http://a:b", ""])
 def test_no_address(url: str) -> None:
     with pytest.raises(AskError, match="no address"):
-        Target.parsed(url, None)
+        ProxyAddress.parsed(url, None)
 
 
 def test_the_scheme_may_be_left_out() -> None:
-    assert str(Target.parsed("gpu:8080", None)) == "http://gpu:8080"
+    assert str(ProxyAddress.parsed("gpu:8080", None)) == "http://gpu:8080"
