@@ -21,7 +21,7 @@ _SLICE_BYTES = 32 << 10
 
 
 class _List(msgspec.Struct):
-    """An answer with unparsed model cards: splitting costs a tenth of parsing."""
+    """A model list whose cards are not parsed yet: finding the cards costs a tenth of parsing them."""
 
     data: list[msgspec.Raw]
 

@@ -174,7 +174,7 @@ def origins_in_force(old: Config, new: Config) -> dict[Place, str]:
 def _settings(
     value: Any, key: str, place: Place, origins: Mapping[Place, str], given: bool = True
 ) -> Iterator[tuple[Place, SettingInForce]]:
-    """Yields the settings below `value`. `given` is False for a default, which has not its section's origin."""
+    """Yields the settings below `value`. If not `given`, it is a default, and its section's origin does not apply."""
     if isinstance(value, Section):
         for name in type(value).model_fields:
             part = f"{key}.{name}".lstrip(".")

@@ -105,7 +105,7 @@ class RequestExit(Routing, kw_only=True, omit_defaults=True):
 
     @property
     def first_byte_s(self) -> float | None:
-        """The time of the first body byte of a stream, which an earlier attempt may have sent if it was continued."""
+        """The time of the first body byte of a stream. In a continued stream, an earlier attempt sent it."""
         return next((one.first_byte_s for one in self.tried if one.first_byte_s is not None), None)
 
     @property

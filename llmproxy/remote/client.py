@@ -128,7 +128,7 @@ class LeaseClient:
         self.report(messages.PrefixCached(grant.request.pool, grant.lease, grant.placed.backend, tuple(hashes)))
 
     def response_stored(self, response_id: str, backend: str, tenant: str) -> None:
-        """Reports a stored response at once: once its client has the head, it may refer to the response at another
+        """Reports a stored response at once, because a client that has the head may use the response at another
         process.
         """
         self.report(messages.ResponseStored(response_id, backend, tenant))

@@ -200,8 +200,8 @@ class LeaseServer:
             lease.on_cut()
 
     def _take_back(self, call: int, returned: LeaseEvent | None = None) -> None:
-        """Returns a lease in the next turn of the event loop, after this turn's waiting tasks. None: its client
-        left.
+        """Returns a lease in the next turn of the event loop, after the tasks that wait now. `returned` is None if the
+        client left.
         """
         lease = self._lent.pop(call).lease
         # Breaks the reference cycle of lease and callback, which only the garbage collector could free.

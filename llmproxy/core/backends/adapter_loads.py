@@ -39,8 +39,8 @@ class LongestLoad:
         return min(MOST_S, LATE * self.load_s * loads)
 
     def learn(self, took_s: float, sure: bool) -> None:
-        """Learns from a load time. If not `sure`, there may have been no complete load, so only a longer time
-        counts.
+        """Learns from a load time. If not `sure`, the load may be incomplete: its time counts only if it is the longest
+        so far.
         """
         if took_s > self.load_s:
             self.load_s = min(took_s, MOST_S / LATE)

@@ -392,7 +392,7 @@ class Backend:
     def unstarted(self, lease: int) -> bool:
         """Returns whether the engine has certainly done nothing for `lease` yet.
 
-        This is known of a stream without a byte. It is also known of a non-streamed request that waits in the engine: a
+        This is certain for a stream without a byte. A non-streamed request has not started if it waits in the engine: a
         scrape after its grant shows `n` waiting sequences, all sent by this proxy, and the request is among the newest
         `n`.
         """

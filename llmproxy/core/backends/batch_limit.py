@@ -49,8 +49,8 @@ class BatchLimit:
 
     Trials: the cause of a plateau (long prompts, a full KV cache) may pass. So after some scrapes without waiting
     sequences, one sequence more than the plateau is tried. The number of scrapes doubles while trials find the same
-    plateau. A trial ends with the first scrape that shows a waiting sequence and no more running sequences, because the
-    extra sequence waits in the engine ahead of all later requests, critical ones included.
+    plateau. A trial ends with the first scrape that shows a waiting sequence and not more running ones than the
+    plateau. Otherwise the extra sequence would wait in the engine ahead of all later requests, critical ones included.
 
     Cap: `fixed` is a configured maximum. Waiting sequences may prove a lower limit.
 
@@ -201,7 +201,7 @@ class BatchLimit:
 
         If no trial is in progress, the engine accepts less than before, perhaps for a moment, so the next trial comes
         after the shortest pause. From there the limit doubles up to the old plateau, as TCP's congestion window does up
-        to its threshold (slow start, RFC 5681). Of several refusals in a burst, the last show the lowest load.
+        to its threshold (slow start, RFC 5681). In a burst of refusals, the load falls from one to the next.
         """
         self._calm = 0
         plateau = max(1, min(self.value, load))

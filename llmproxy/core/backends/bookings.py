@@ -100,7 +100,7 @@ class Bookings:
             yield lease
 
     def unstarted_answers(self) -> Iterator[tuple[int, Booking]]:
-        """Returns the leases of requests without a stream that are not known to have started."""
+        """Returns the leases of non-streamed requests that may not have started."""
         return ((x, one) for x, one in self.by_lease.items() if not one.started and not one.request.stream)
 
     def waits_for_adapter(self, reading: Reading) -> bool:

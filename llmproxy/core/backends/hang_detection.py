@@ -33,9 +33,9 @@ class HangDetection:
     """Judges the silence of backends. The class reports hangs, and changes no backend itself.
 
     Streams: a backend hangs if first bytes of streams are due and the backend is silent for `hung_s` or LATE times
-    their predicted time, whichever is longer, while other backends of its pool work. It also hangs if TOGETHER started
-    streams stop together; fewer prove nothing, because a client may have stopped reading. Long prompts and adapter
-    loads explain a long silence. An ejected backend is judged by its probe, even while no other backend works.
+    their predicted time, whichever is longer, while other backends of its pool work. It also hangs if at least TOGETHER
+    started streams stop at once. Fewer prove nothing, because a client may have stopped reading. Long prompts and
+    adapter loads explain a long silence. An ejected backend is judged by its probe, even while no other backend works.
 
     Idle engines: a backend hangs if its scrapes show none of the requests that were sent to it, streamed or not, for
     `hung_s` or several times the usual delay until a scrape shows a request. Requests with media or a grammar have a

@@ -50,9 +50,7 @@ class Unejected:
 
 @dataclass(frozen=True, slots=True)
 class EjectionSkipped:
-    """Event: the backend should be ejected, but too many backends of its pool are, or no other backend could take its
-    requests.
-    """
+    """Event: a backend was not ejected, because too many of its pool are, or no other could take its requests."""
 
     why: str
 
@@ -251,8 +249,9 @@ class Health:
         """Records the measured speed of a backend that was ejected as slow, from the stream of `lease`, or from its
         engine (None).
 
-        Only a fast probe ends the ejection. A fast stream from before the ejection ends the pause, so that the probe
-        follows. Without a probe, a placement that has learned the slow speed would send the backend no other request.
+        Only a fast probe ends the ejection. A fast stream from before the ejection ends the pause, and the probe
+        follows. The probe is necessary, because a placement that has learned the slow speed would send the backend no
+        request.
         """
         if not fast:
             self._eject("slow: its probe was as slow", now)

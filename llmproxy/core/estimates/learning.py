@@ -11,7 +11,7 @@ def gain(least: float, seen: int) -> float:
 
 
 def follow(mean: float, observed: float, weight: float) -> float:
-    """Returns an exponentially weighted mean after `observed`, which has this weight (0..1)."""
+    """Returns the exponentially weighted mean after one more observation of this weight (0..1)."""
     return mean + weight * (observed - mean)
 
 

@@ -202,7 +202,9 @@ class CostPlacement(Placement):
     def _takes_prompts(
         self, views: Sequence[View], room: list[bool], band: int | None, ceiling: float, now: float
     ) -> list[bool]:
-        """Returns for each backend whether it has `room` and takes one more prompt of `band` now; None: without one."""
+        """Returns for each backend whether it has `room` and takes another prompt of `band` now. With None, only `room`
+        counts.
+        """
         if band is None:
             return room
         if now != self._claims_at_s:

@@ -136,7 +136,7 @@ def first_fit(
 
 
 def _warm(views: Sequence[View]) -> Sequence[View]:
-    """Returns `views`, where backends in slow start are closed if they have their share and other backends are warmer.
+    """Returns `views`, with backends in slow start closed if they have used up their share and others are warmer.
 
     Backends that came back together are equally warm. A request that finds no slot here is tried on all `views` later.
     """

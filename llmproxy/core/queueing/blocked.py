@@ -89,7 +89,7 @@ class BlockedRequests:
                 yield entry[2]
 
     def left(self, name: str) -> None:
-        """Records that a request, which had gone back from this queue to its flow, left the flow."""
+        """Records that a request left its flow, to which it had returned from this queue."""
         self._back[name] -= 1
         if not self._back[name]:
             del self._back[name]

@@ -16,10 +16,10 @@ from llmproxy.core.settings import BELOW_HIGHEST, Settings
 class Headroom:
     """The ceilings of one pool. The slots above a ceiling are for higher bands.
 
-    A band is in use for `headroom_s` after its last request. No slots are reserved for a band that is not in use: a
-    band has the highest of its own ceiling and the ceilings of the unused bands below the next higher band in use. The
-    next request of an unused band restores the ceilings. If all backends are full then, this request waits for the end
-    of one answer at most.
+    A band is in use for `headroom_s` after its last request. No slots are reserved for a band that is not in use. The
+    ceiling of a band is then the highest of its own and of the unused bands above it, up to the next band in use. The
+    next request of an unused band restores the ceilings. If all backends are full at that moment, this request waits
+    for the end of at most one answer.
 
     Bands below the highest band in use must always leave a slot free: on each backend with at least four sequences
     (`View.slots`), or in the whole pool if all backends are smaller (`keeps_slot`), except in a pool of a single slot.

@@ -138,7 +138,7 @@ def limit_rates(limits: Mapping[str, UsageLimit], names: Iterable[str]) -> Itera
 
 
 def expected(request: Request) -> float:
-    """Returns the tokens that a request is expected to use, prompt and answer; of the rest of a stream its output."""
+    """Returns the expected tokens of prompt and answer; for the rest of a stream, of the answer alone."""
     return float(request.output_tokens + (0 if request.continued else request.prompt_tokens))
 
 

@@ -267,7 +267,9 @@ def _unchanged(up: int, full: int, demand: Demand, settings: ScalingSettings, wa
 
 
 def _seconds(some: Tokens, came: Tokens, capacity: Capacity) -> tuple[float, float]:
-    """Returns the replica-seconds that `some` needs for prompts and for answers. Its mix may differ from `came`."""
+    """Returns the replica-seconds of `some` for prompts and for answers. `capacity` was computed for requests like
+    `came`.
+    """
     prompts_s = capacity.prompt_s * came.requests * _ratio(some.compute, came.compute)
     return prompts_s, capacity.output_s * came.requests * _ratio(some.output, came.output)
 

@@ -26,9 +26,7 @@ class ClientRequest(web.BaseRequest):
     facts: object = None
 
     def keep_facts(self, facts: object) -> bool:
-        """Keeps facts about the head for the next requests of the connection, until it ends. Returns whether they are
-        kept.
-        """
+        """Keeps facts about the head for later requests of the same connection. Returns whether they are kept."""
         return cast(Connection, self._protocol).keep_head(self._message, facts)
 
 

@@ -127,8 +127,8 @@ class ClientConnection(web.RequestHandler):
         self._wire.close()
 
     def eof_received(self) -> bool | None:  # type: ignore[override] # as asyncio's protocols do
-        """Closes the connection in its turn, because thousands of clients may leave at once. Returns whether it stays
-        open until then. TLS always closes it at once.
+        """Closes the connection when its turn comes, because thousands of clients may leave at once. Returns whether it
+        stays open until then; with TLS, it never does.
         """
         server = cast("ClientServer | None", self._manager)
         if server is None or self._wire is None or self._address is None:

@@ -68,8 +68,8 @@ def to_backend(
 
     Answers are requested without compression, whatever the client accepts, because compressing a stream delays its
     tokens. Fields in `withheld` (lower case) are dropped. CREDENTIALS are dropped unless `keep_credentials`; even then
-    `authorization` replaces the client's key. `forwarded` has the end-to-end fields of an equal call before, by whether
-    there was an `authorization`; missing ones are added.
+    `authorization` replaces the client's key. `forwarded` caches the end-to-end fields of equal calls. Its key is
+    whether there is an `authorization`.
     """
     own_key = authorization is not None
     end_to_end = None if forwarded is None else forwarded.get(own_key)

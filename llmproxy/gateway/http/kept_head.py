@@ -15,7 +15,7 @@ LENGTH = b"content-length"
 
 
 class KeptHead:
-    """A head with the `facts` about it. The value of its Content-Length does not belong to it."""
+    """A head without the value of its Content-Length, and the `facts` about the head."""
 
     __slots__ = ("_after", "_at", "_before", "_line", "facts")
 

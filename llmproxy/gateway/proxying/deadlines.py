@@ -22,7 +22,7 @@ class Deadlines:
     """Ends the attempts whose time is over, in one sweep every `SWEEP_S`.
 
     Each attempt is in the group of its next sweep. If bytes have moved its limit, the sweep puts it into a later group.
-    So a chunk only notes when it came.
+    So the arrival of a chunk only stores a time.
     """
 
     def __init__(self) -> None:
@@ -116,7 +116,9 @@ class Timed(Struct, eq=False, kw_only=True):
         return self._first_limit_s
 
     def look_s(self, now: float) -> float:
-        """When to look at the limit again: the answer may begin now, and silence may then end the attempt earlier."""
+        """When to check the limit again, perhaps before the limit: the answer may begin meanwhile, and then silence is
+        limited.
+        """
         return min(self.limit_s(), now + self.timeouts.stall_s)
 
     def streaming(self, now: float) -> None:

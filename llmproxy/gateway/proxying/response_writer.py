@@ -95,7 +95,7 @@ class ResponseWriter:
 
     @property
     def paused(self) -> bool:
-        """Whether the client reads more slowly than it is sent to."""
+        """Whether the client reads more slowly than the answer arrives."""
         return self._drained is not None
 
     def comment(self, comment: bytes) -> bool:

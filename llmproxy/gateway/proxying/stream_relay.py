@@ -60,11 +60,11 @@ class ResponseRelay:
 
 
 class StreamRelay(ResponseRelay):
-    """Relays the events of a stream. While it is in `reports`, its lease gets reports of progress.
+    """Relays the events of a stream. The lease gets reports of progress while the relay is registered in `reports`.
 
-    The first bytes are buffered until the first event or comment is whole. With `opening_events`, they are buffered
-    until that number of events and one more have come. Then the answer to the client begins. If an error event is among
-    them, nothing is sent, so that another backend may be tried: the flow halts, and `first` has the buffered bytes.
+    The answer to the client begins with the first complete event or comment; with `opening_events`, only after one
+    event more than this number. Until then, bytes are buffered. An error event among them ends `flow` before anything
+    is sent, so that another backend may be tried; `first` has the buffered bytes.
     """
 
     __slots__ = ("_lease", "_opening_events", "_reported_s", "_reports", "_tap", "first")

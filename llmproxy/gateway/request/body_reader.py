@@ -278,7 +278,9 @@ def _is_alike(kind: BodyKind, fields: Mapping[str, Any]) -> bool:
 
 
 def read_form(body: bytes, content_type: str, session_members: Sequence[str] = ()) -> Slices[ParsedBody]:
-    """Finds `model` and `stream` in a multipart form. Raises BadBody. The prompt of a form counts as a single sound."""
+    """Finds `model` and `stream` in a multipart form. Raises BadBody. Its prompt counts as one audio file of
+    MEDIA_BYTES.
+    """
     found = yield from scan_form(body, content_type, ("model", "stream", *TRANSFER, *session_members))
     for name in TRANSFER:
         if name in found:

@@ -110,8 +110,8 @@ class ParsedBody(RequestFacts, frozen=True, kw_only=True):
         return self._member(name) is not None
 
     def answer_limits(self) -> list[tuple[str, bytes]]:
-        """Returns names and JSON values of the members that limit the answer: the member in effect, or all possible
-        members.
+        """Returns names and JSON values of the members that limit the answer: the one in effect, or all if that is
+        unknown.
         """
         names = LIMITS[self.kind]
         members = drain(scan_members(self.body, (*names, _SAMPLING))) if self.members is None else self.members

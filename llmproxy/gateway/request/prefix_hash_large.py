@@ -1,7 +1,7 @@
 """Computes the chain of `prefix_hash` for a large body, in slices.
 
 A parser would block the loop. Instead, one pass over the JSON writes the canonical bytes value by value, and long
-strings piece by piece. At most two megabytes of text are read, and the media and skipped members between them.
+strings piece by piece. It reads at most two megabytes of text, and the media and skipped members in between.
 """
 
 from __future__ import annotations

@@ -22,9 +22,10 @@ class BlockIndex:
         self._holders: dict[Block, int] = {}
 
     def matches(self, blocks: Iterable[Block], *, unbroken: bool) -> dict[str, int]:
-        """Maps backends to how many of a prompt's `blocks` they have, before the first block that no backend has.
+        """Maps each backend to the number of a prompt's `blocks` that it has.
 
-        With `unbroken`, the count of a backend ends at its first missing block. Backends without a block are left out.
+        Counting ends at the first block that no backend has; with `unbroken`, at the first that this backend lacks.
+        Backends without a block are left out.
         """
         counts: dict[str, int] = {}
         unbroken_holders = -1

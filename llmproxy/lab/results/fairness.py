@@ -22,7 +22,7 @@ ADHERENCE_LEAST = 20
 class ServiceDifference:
     """The largest difference of weighted service between two tenants while both were backlogged.
 
-    The paper's bound limits, for each pair of tenants, the range of this difference.
+    The bound of `bounds.vtc_bound_tokens` limits the range of this difference for each pair of tenants.
     """
 
     def __init__(self) -> None:

@@ -142,7 +142,7 @@ class Election:
         loop.call_at(self._next_check_s, self._wake.set)
 
     def raise_epoch(self, epoch: int) -> None:
-        """Takes the lock with an epoch above `epoch`, which a member knows although the store has lost it."""
+        """Takes the lock with an epoch above `epoch`. Some member knows this epoch, although the store has lost it."""
         self._epoch = max(self._epoch, epoch)
         self._wake.set()
 

@@ -191,7 +191,7 @@ class MemberSessions:
 
 
 class IncomingConnection:
-    """A connection that another process opened to this member of `cluster`. Before its Hello, it may be any process."""
+    """A connection that another process opened to this member of `cluster`. The process is unknown until its Hello."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster

@@ -54,7 +54,7 @@ class JoinedTap(StreamTap):
         return b"" if self._refused else self._joined(super().flush())
 
     def _joined(self, events: bytes) -> bytes:
-        """Changes whole events."""
+        """Returns the given whole events as the client gets them."""
         if not events:
             return b""
         out = [] if self._begun else [MARK]

@@ -70,7 +70,7 @@ _COUNTING: Mapping[str, tuple[Any, ...]] = {
 
 
 class How(StrEnum):
-    """How the rest of an answer is asked for."""
+    """The way to request the rest of an answer."""
 
     ANEW = "anew"  # The same request: the client has got no token.
     IDS = "ids"  # Prompt and answer so far as token ids.

@@ -58,7 +58,7 @@ class Wrong(Words):
 
 
 class Numbered(AnswerText):
-    """A numbered answer. If the prompt ends with the first part of its own answer, the rest of it.
+    """A numbered answer. If the prompt ends with the beginning of this answer, only the rest of the answer.
 
     The part may end within a token. Then the other bytes of this token come first, as tokens of four bytes.
     """
@@ -151,7 +151,7 @@ class Stopped(AnswerText):
 
 
 def _progress(tag: int, data: bytes) -> tuple[int, bytes] | None:
-    """Returns how many tokens of an answer are in `data`, and its part of the next; None if it is another text."""
+    """Returns how many tokens of an answer `data` contains, and the bytes after them; None for another text."""
     number = at = 0
     while at < len(data):
         token = numbered.bytes_of(numbered.token_id(tag, number))

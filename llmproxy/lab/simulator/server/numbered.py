@@ -1,8 +1,8 @@
 """Numbered text, which shows at once that a token was lost, doubled or torn: token 12 of an answer is ` 12~ka`.
 
-`ka` is the tag of the answer. It depends on the prompt, so a token of another answer is seen, too. Some tokens end with
-a character that is hard to pass on: `é`, a character that JSON escapes, or a character whose last bytes begin the next
-token, as byte-level BPE splits characters.
+`ka` is the tag of the answer. It depends on the prompt, so a token of another answer is detected too. Some tokens end
+with a character that is hard to pass on: `é`, a character that JSON escapes, or a character whose last bytes begin the
+next token, as byte-level BPE splits characters.
 
 The id of a token contains its tag and number, so every replica knows the text of every id. No four bytes of UTF-8 are
 such an id.

@@ -36,14 +36,12 @@ class ApiError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of a replica: base model name, names of loaded adapters, longest sequence in tokens, and how answers go on
-    from their text.
-    """
+    """The properties of a replica that requests depend on."""
 
     model: str
     adapters: frozenset[str]
     max_model_len: int
-    join: Join = "same"
+    join: Join = "same"  # How an answer goes on from its text.
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +61,7 @@ class GenerationRequest:
     cache_salt: str | None = None
     return_token_ids: bool = False
     stops: tuple[str, ...] = ()
-    join: Join = "same"
+    join: Join = "same"  # How an answer goes on from its text.
     body: Body = field(default_factory=dict)
 
     @property
@@ -222,14 +220,14 @@ def _conversation(
 
 
 def _joined(prompt: tuple[int, ...], limits: Limits) -> tuple[int, ...]:
-    """Returns the tokens of a text. Where a join differs, the last token of an answer becomes other tokens."""
+    """Returns the tokens of a text. If `limits.join` is not `same`, a numbered last token becomes other tokens."""
     if limits.join == "same" or prompt[-1] < numbered.FIRST_ID or not numbered.number_of(prompt[-1]):
         return prompt
     return (*prompt[:-1], *packed(numbered.bytes_of(prompt[-1])))
 
 
 def _without_header(part: object) -> object:
-    """Removes the line with which Claude Code identifies itself from a system message: it differs in each run."""
+    """Removes Claude Code's attribution line, which differs in each run, from a system message."""
     text = part.get("text") if isinstance(part, Mapping) else part
     if not isinstance(text, str) or not text.startswith("x-anthropic-billing-header"):
         return part
