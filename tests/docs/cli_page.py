@@ -14,14 +14,12 @@ from llmproxy.cli.help import panels
 HEAD = """\
 # Command line
 
-`make reference` writes this page from the commands.
+`make reference` writes this page from the commands. Every command also has `--help`.
 """
 FLAGS_HEAD = """
-Every key of the [configuration](configuration.md) outside lists is a flag of `serve`:
-`queue.max_wait_s` is `--queue-max-wait-s`.
-`llmproxy serve --help-all` lists all of them. The common ones are above.
+Every other key of the [configuration](configuration.md) outside lists is a flag too: `llmproxy serve --help-all`.
 
-#### Other names of flags
+### Other names of flags
 
 | Flag | Key |
 | --- | --- |
@@ -36,11 +34,10 @@ def page() -> str:
         for name in group.list_commands(ctx):
             command = group.get_command(ctx, name)
             below = command.make_context(name, [], parent=ctx, resilient_parsing=True)
-            usage = " ".join([below.command_path, *command.collect_usage_pieces(below)])
-            text += f"\n## llmproxy {name}\n\n```text\n{usage}\n```\n\n{cleandoc(command.help or '')}\n"
-            for title, rows in panels(command, below, command.common_panels):
-                text += f"\n### {title} of `{name}`\n\n| Name | Meaning |\n| --- | --- |\n"
-                text += "".join(f"| `{_cell(names)}` | {_cell(meaning)} |\n" for names, meaning in rows)
+            text += f"\n## llmproxy {name}\n\n{cleandoc(command.help or '')}\n"
+            found = [row for _, rows in panels(command, below, command.common_panels) for row in rows]
+            cells = [f"| `{_cell(names)}` | {_cell(meaning)} |\n" for names, meaning in found if names != "--help"]
+            text += "\n| Name | Meaning |\n| --- | --- |\n" * bool(cells) + "".join(cells)
             if name == "serve":
                 others = [flag for flag in FLAGS if flag.name not in SHOWN.values() and flag not in OLD_FLAGS]
                 keys_of = {flag.name: ", ".join(f"`{key}`" for key in flag.keys) for flag in others}

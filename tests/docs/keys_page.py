@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from llmproxy.config import Config
 from llmproxy.config.changes import read_at_start
-from llmproxy.config.document import OLD_KEYS
 from llmproxy.config.keys import FILE_ONLY, Key, walk
 from llmproxy.config.reference import as_text, kind, meaning
 from llmproxy.config.schema.section import Section
@@ -14,21 +13,14 @@ PAGE_HEAD = """\
 
 `make reference` writes this page from `llmproxy/config/schema/`.
 
-llmproxy reads one YAML file, named by `--config` or `LLMPROXY_CONFIG`. Each key outside lists is a flag and a variable
-too: `queue.max_wait_s` is `--queue-max-wait-s` and `LLMPROXY_QUEUE_MAX_WAIT_S`. Flags override variables, which
-override the file, which overrides the defaults. Only the file can hold keys marked *file* and the keys of list entries,
-which have `[]` in their section. Keys marked *restart* are read when the proxy starts; every other key is also read
-when the file changes. `llmproxy config` prints all keys as a file, and `llmproxy check FILE` checks one.
-
-Units are in the names: `_s` is seconds, `_bytes` bytes, `_tokens` tokens.
+[Configure it](../how-to/configure.md) explains files, variables and flags. Only the file can hold keys marked *file*
+and the keys of list entries, which have `[]` in their section. Keys marked *restart* are read when the proxy starts;
+every other key is also read when the file changes. Names end in their units: `_s` is seconds.
 """
-OLD_NAMES_HEAD = """
+OLD_NAMES = """
 ## Old names
 
-Until 0.1.0 is released, the old name of a key works too. `llmproxy check` and the log name the key to write instead.
-
-| Old key | Key |
-| --- | --- |
+Until 0.1.0 is released, old names of keys work. `llmproxy check` and the log name the new key.
 """
 
 
@@ -45,7 +37,7 @@ def page() -> str:
                 continue
             below = [one for one in found if one.owner is key.section and one.name.startswith(f"{title}.")]
             text += _part(f"`{title}`", f"{meaning(key.field)}\n\n", below)
-    return text + OLD_NAMES_HEAD + "".join(f"| `{old}` | `{new}` |\n" for old, new in OLD_KEYS.items())
+    return text + OLD_NAMES
 
 
 def _part(title: str, about: str, found: list[Key]) -> str:
@@ -58,7 +50,8 @@ def _row(key: Key) -> list[str]:
     if key.field.examples:
         sentences.append(f"Example: `{as_text(key.field.examples[0])}`.")
     sentences += ["*file*"] * (key.name in FILE_ONLY) + ["*restart*"] * read_at_start(key.name)
-    return [f"`{key.last}`", kind(key.field), default(key), " ".join(sentences)]
+    # The meaning of a key says what null means.
+    return [f"`{key.last}`", kind(key.field).removesuffix(" or null"), default(key), " ".join(sentences)]
 
 
 def default(key: Key) -> str:
