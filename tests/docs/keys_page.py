@@ -51,7 +51,12 @@ def _row(key: Key) -> list[str]:
         sentences.append(f"Example: `{as_text(key.field.examples[0])}`.")
     sentences += ["*file*"] * (key.name in FILE_ONLY) + ["*restart*"] * read_at_start(key.name)
     # The meaning of a key says what null means.
-    return [f"`{key.last}`", kind(key.field).removesuffix(" or null"), default(key), " ".join(sentences)]
+    return [
+        f"`{key.last}`",
+        kind(key.field).removesuffix(" or null").replace("true or false", "boolean"),
+        default(key),
+        " ".join(sentences),
+    ]
 
 
 def default(key: Key) -> str:
