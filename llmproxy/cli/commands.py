@@ -377,7 +377,7 @@ def usage(
     from llmproxy.tools import top as asked
     from llmproxy.tools.usage import usage
 
-    _ask(lambda: usage(asked.Target.parsed(url, api_key), as_json=as_json), "usage")
+    _ask(lambda: usage(asked.ProxyAddress.parsed(url, api_key), as_json=as_json), "usage")
 
 
 def _ask(question: Callable[[], Coroutine[Any, Any, None]], command: str) -> None:

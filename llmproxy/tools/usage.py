@@ -9,12 +9,12 @@ from rich.table import Table
 
 from llmproxy.gateway.http.routes import USAGE
 from llmproxy.tools.terminal import console, printable
-from llmproxy.tools.top.ask import AskError, Target, asking
+from llmproxy.tools.top.ask import AskError, ProxyAddress, asking
 
 COLUMNS = ("requests", "prompt_tokens", "cached_tokens", "output_tokens")
 
 
-async def usage(target: Target, *, as_json: bool) -> None:
+async def usage(target: ProxyAddress, *, as_json: bool) -> None:
     """Prints the use of the tenant that the target's key belongs to. Raises AskError."""
     async with asking(target) as asker:
         found = await asker.get(USAGE)
