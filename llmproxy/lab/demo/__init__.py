@@ -153,7 +153,9 @@ async def _start(processes: Processes, replica: DemoReplica) -> None:
     adapters = [word for adapter in replica.adapters for word in ("--adapter", adapter)]
     batch = ("--max-num-seqs", str(BATCH))
     place = ("--host", HOST, "--port", str(replica.port))
-    await processes.start(replica.name, "replica", *place, "--model", MODEL, *batch, *adapters)
+    # A stream of numbered text shows that it goes on at another replica without a gap.
+    text = ("--text", "numbered")
+    await processes.start(replica.name, "replica", *place, "--model", MODEL, *batch, *text, *adapters)
 
 
 async def _serving(session: aiohttp.ClientSession) -> None:
