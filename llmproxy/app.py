@@ -421,7 +421,7 @@ def _exit_readers(
 
 
 async def _usage(stack: AsyncExitStack, config: Config, pools: Pools, folder: Path | None) -> Usage:
-    """Returns the use of tenants, which the budgets of this day begin with. Writes it until `stack` is left."""
+    """Returns the use of tenants, and sets today's budgets to it. Writes the use until `stack` is left."""
     name = process_name(config.cluster.member or gethostname(), time.time())  # noqa: TID251 - days are of the calendar
     usage = Usage(folder, name, ZoneInfo(config.usage.time_zone), time.time)  # noqa: TID251
     await stack.enter_async_context(background_task(usage.run, "write the use of tenants"))

@@ -133,7 +133,7 @@ class Usage:
         return (line for line in self._all() if line.tenant == tenant)
 
     def of_today(self) -> Iterator[Line]:
-        """Yields the lines of this day."""
+        """Returns the lines of today, of all tenants."""
         today = self.today()
         return (line for line in self._all() if line.day == today)
 

@@ -451,7 +451,9 @@ class Backend:
         return view
 
     def _make_outline(self, now: float) -> View:
-        """Returns the view without the proxy's own load. This part is expensive to make and stays valid for longer."""
+        """Returns the parts of the view that do not depend on the proxy's own load, which are expensive but change
+        rarely.
+        """
         health, capacity, reading = self.health, self._capacity, self.reading
         self._unsteady = health.ejected or (reading is not None and reading.deferred > 0)
         until_s = health.changes_at(now) or inf

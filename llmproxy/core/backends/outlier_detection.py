@@ -239,7 +239,7 @@ class OutlierDetection:
         self, stream: StreamSpan, output_tokens: float, sequences: float, kv_used: float | None, now: float,
         *, sure: bool = True,
     ) -> bool | None:  # fmt: skip
-        """Ends a measured span of a stream or an engine. If not `sure`, the engine may have been idle and not slow."""
+        """Ends a measured span of a stream or an engine. If not `sure`, the engine may have been idle, not slow."""
         backend, took_s, tokens = stream.backend, now - stream.since_s, output_tokens - stream.tokens
         # Only the first unstarted prompt can have taken time already.
         first = next(iter(backend.unstarted.values()), None)

@@ -93,7 +93,9 @@ NO_TOKENS = Tokens(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class _Window:
-    """Running sums over the time slots from `begin` to `end` slots ago. All counts are integers, so sums are exact."""
+    """Running sums over the time slots from `begin` to `end` slots ago. The counts are integers, so the sums stay
+    exact.
+    """
 
     __slots__ = ("_at", "_begin", "_end", "_totals")
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from math import ceil, floor
+from math import ceil
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from llmproxy.core.backends.view import View
@@ -14,20 +13,9 @@ from llmproxy.core.domain import Role
 from llmproxy.core.scaling.need import Need, RoleNeed
 
 
-class Ratio(Struct, frozen=True):
-    """The load of a pool from prompts and from answers, both in replicas. At least one of them is above 0."""
-
-    prefill: float
-    decode: float
-
-    @property
-    def share(self) -> float:
-        """The share of prompts in the load, 0..1."""
-        return self.prefill / (self.prefill + self.decode)
-
-    def prefill_replicas(self, replicas: int) -> int:
-        """Returns how many of `replicas` (at least 2) should be prefill replicas."""
-        return min(replicas - 1, max(1, floor(replicas * self.share + 0.5)))
+def prefill_share(need: Need) -> float:
+    """Returns the share of prompts in a load that is not 0."""
+    return need.prefill / (need.prefill + need.decode)
 
 
 def apart(need: Need, views: Iterable[View]) -> Need:
@@ -41,7 +29,7 @@ def apart(need: Need, views: Iterable[View]) -> Need:
         return need
     answering = up[Role.DECODE] + up[Role.BOTH]
     if need.prefill + need.decode > 0.0:
-        prompts = need.need * Ratio(need.prefill, need.decode).share
+        prompts = need.need * prefill_share(need)
         prefill, decode = _role(prompts, up[Role.PREFILL]), _role(need.need - prompts, answering)
     else:
         # The need is unknown, so the current replicas are kept.

@@ -213,7 +213,9 @@ class LivePages:
         return fields
 
     def _waited(self, ended: RequestExit) -> dict[str, Any] | None:
-        """Returns why and since when a request waited that ended without a backend. None for any other request."""
+        """Returns the wait reason and the start of the wait of a request that ended without a backend; None for any
+        other.
+        """
         since_s, arrived_s = ended.queued_s, ended.arrived_s
         if since_s is None or arrived_s is None:
             return None

@@ -30,7 +30,7 @@ _log = structlog.get_logger()
 
 
 class _Unusable(Exception):  # noqa: N818 - the message describes a file
-    """The files of one `key` of the configuration cannot be used."""
+    """The files that the configuration key `key` names cannot be used."""
 
     def __init__(self, key: str, why: str) -> None:
         super().__init__(why)

@@ -40,7 +40,7 @@ class Source(Protocol):
 
 
 async def within(step: Coroutine[Any, Any, None], client: ResponseWriter, limit_s: float) -> None:
-    """Await `step`, a coroutine of `client`. Raises ConnectionAbortedError if it takes longer than `limit_s`."""
+    """Await `step`, which sends to `client`. Raises ConnectionAbortedError if it takes longer than `limit_s`."""
     try:
         async with asyncio.timeout(limit_s):
             await step

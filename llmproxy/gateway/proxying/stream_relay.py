@@ -63,8 +63,8 @@ class StreamRelay(ResponseRelay):
     """Relays the events of a stream. The lease gets reports of progress while the relay is registered in `reports`.
 
     The answer to the client begins with the first complete event or comment; with `opening_events`, only after one
-    event more than this number. Until then, bytes are buffered. An error event among them ends `flow` before anything
-    is sent, so that another backend may be tried; `first` has the buffered bytes.
+    event more than this number. Until then, bytes are buffered. If one of these events is an error, nothing is sent, so
+    that another backend may be tried; `first` has the buffered bytes.
     """
 
     __slots__ = ("_lease", "_opening_events", "_reported_s", "_reports", "_tap", "first")

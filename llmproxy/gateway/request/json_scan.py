@@ -76,7 +76,6 @@ class Member:
     text_bytes: int = 0
     # How many of each the value has outside its strings; the value itself counts too.
     strings: int = 0
-    colons: int = 0
     commas: int = 0
     arrays: int = 0
     objects: int = 0
@@ -287,7 +286,6 @@ def _container(body: bytes, container: Member, slice_bytes: int) -> Slices[None]
         container.arrays += brackets.count(b"[")
         container.objects += brackets.count(b"{")
         container.commas += outside.count(b",")
-        container.colons += outside.count(b":")
         _add_strings(body, at, container, state, parts, added)
         at += len(piece)
         size = min(size * 4, size_max)

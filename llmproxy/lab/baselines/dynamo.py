@@ -115,7 +115,7 @@ class PredictedCaches:
                 self._blocks -= 1
 
     def _prune(self) -> None:
-        """Drops the blocks that expire first until a fifth of the index is free."""
+        """Drops blocks, the next to expire first, until a fifth of the index is free."""
         index = self._index
         oldest = [(until_s, name) for name in index.backends() if (until_s := index.oldest(name)) is not None]
         heapify(oldest)

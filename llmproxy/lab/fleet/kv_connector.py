@@ -28,7 +28,7 @@ class KeptKv:
         return self.connector.engine is self.engine
 
     def hold(self) -> None:
-        """Pins the blocks until they are released, because the reader has accepted the request."""
+        """Pins the blocks until `release`, because the reading server has accepted the request."""
         self.connector.hold(self)
 
     def lost(self) -> None:

@@ -189,7 +189,7 @@ def _next_turn(coming: list[tuple[float, int, Arrival]], serial: Iterator[int]) 
 class _PooledCache:
     """An LRU cache of `capacity_tokens`, in blocks of `block_tokens`.
 
-    Blocks are prefixes: a hit ends at the first missing block, and tails are evicted before heads.
+    A hit ends at the first missing block, and the tail of a prompt is evicted before its head.
     """
 
     def __init__(self, capacity_tokens: int, block_tokens: int) -> None:

@@ -12,7 +12,7 @@ from random import Random
 
 from llmproxy.config import Config
 from llmproxy.core.domain import Outcome
-from llmproxy.core.scaling.roles import Ratio
+from llmproxy.core.scaling.roles import prefill_share
 from llmproxy.lab.fleet.fault_schedule import schedule
 from llmproxy.lab.fleet.scaled import ScaledFleet
 from llmproxy.lab.fleet.server import SimulatedServer
@@ -250,7 +250,7 @@ class Run:
         """Records the share of replicas that prompts need, as the first proxy learned it."""
         for need in self.proxies[0].pools.needs(loop.time()).values():
             if need.prefill + need.decode > 0.0:
-                self.recorder.prefill_share = Ratio(need.prefill, need.decode).share
+                self.recorder.prefill_share = prefill_share(need)
 
     def _look_at_output(self) -> None:
         """Records how many tokens each band has streamed by now."""

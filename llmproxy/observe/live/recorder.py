@@ -79,7 +79,7 @@ class Recorder:
         self.minute.record(ended)
 
     def left(self, request: Request, waited: Waited) -> None:
-        """Stores why a request waited that left without a backend."""
+        """Stores the wait reason of a request that left without a backend."""
         self.recent.left(request.label, waited, self._loop.time())
 
     def band(self, level: int) -> str:

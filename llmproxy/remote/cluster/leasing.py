@@ -104,8 +104,8 @@ class ClusterLeasing(LeaseClient):
     async def resolve(
         self, name: str | None, no_backend_wait_s: float, body_bytes: int, key: str = "", beside: str | None = None
     ) -> Target:
-        """Resolves a name in this process, as `Dispatcher.resolve`. Meanwhile the leader counts the wait for the
-        autoscaler.
+        """Resolves a name in this process, as `Dispatcher.resolve`. Meanwhile the leader counts the waiting request for
+        `/scale`.
 
         Returns when both processes know the name, because a leader refuses unknown names. Once this member knows the
         name, waits for the leader for at most DISCOVERY_LAG_S.

@@ -11,7 +11,7 @@ from llmproxy.core.domain import Learned, Role
 from llmproxy.core.scaling.curve import StepCurve
 from llmproxy.core.scaling.mix import Tokens
 from llmproxy.core.scaling.need import Need, ReplicaFacts, replica_capacity
-from llmproxy.core.scaling.roles import Ratio, apart
+from llmproxy.core.scaling.roles import apart
 from tests.core.make import view
 
 
@@ -51,13 +51,6 @@ def test_a_backend_that_is_down_is_not_up() -> None:
 
 def test_a_pool_without_roles_has_none() -> None:
     assert apart(need(2.0, 1.0, 1.0), views(both=2)).roles == {}
-
-
-@pytest.mark.parametrize(
-    ("prefill", "decode", "best"), [(1.0, 1.0, 4), (3.0, 5.0, 3), (0.0, 1.0, 1), (1.0, 0.0, 7), (2.4, 5.6, 2)]
-)
-def test_a_number_of_replicas_is_split_by_the_same_share(prefill: float, decode: float, best: int) -> None:
-    assert Ratio(prefill, decode).prefill_replicas(8) == best
 
 
 def test_prompt_time_comes_from_the_backends_for_prompts() -> None:

@@ -64,7 +64,7 @@ class FairnessPolicy(ABC):
         return {}
 
     def restore(self, balances: Mapping[str, float]) -> None:
-        """Takes over the balances of another process, after its waiting requests have been moved here."""
+        """Takes over the balances of another process. Call it after its waiting requests have been moved here."""
 
     def standing(self, flow: str) -> tuple[tuple[str, float], ...]:
         """Returns (name, value) pairs of the account of `flow`, for operators."""

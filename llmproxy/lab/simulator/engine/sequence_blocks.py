@@ -16,7 +16,8 @@ class SequenceBlocks:
     and loaded from it.
 
     `kept` has the ended requests whose blocks stay until another engine has read them. `wrong` has blocks that were
-    read too late, and blocks computed from these. Requests that share a wrong block get a wrong answer, as in vLLM.
+    read after another request had overwritten them, and blocks computed from these. Requests that share a wrong block
+    get a wrong answer, as in vLLM.
     """
 
     def __init__(self, blocks: int, block_size: int, store: KvStore | None = None) -> None:

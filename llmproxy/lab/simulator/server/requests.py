@@ -70,7 +70,7 @@ class GenerationRequest:
 
     @property
     def kv_transfer_params(self) -> Body:
-        """The body's `kv_transfer_params`, about KV for or from another engine."""
+        """The body's `kv_transfer_params`: whether to keep KV for another engine, or where to fetch it."""
         return self.body.get("kv_transfer_params") or {}
 
 
