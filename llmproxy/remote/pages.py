@@ -91,7 +91,7 @@ async def answer_page(front: Router, page: PageRequest) -> PageResponse:
 
 
 class RemotePages:
-    """The `Pages` of a process that forwards requests to the scheduler or leader, which also checks keys."""
+    """The `Pages` of a process that forwards requests to the scheduler or leader. The receiver also checks keys."""
 
     def __init__(self, client: LeaseClient, rulebook: Rulebook) -> None:
         self._client = client

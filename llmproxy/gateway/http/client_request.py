@@ -14,7 +14,7 @@ class Connection(Protocol):
     """The connection of a request."""
 
     def keep_head(self, message: RawRequestMessage, facts: object) -> bool:
-        """Keeps facts about a head. Returns whether they are kept."""
+        """Keeps facts about a head for later requests with the same head. Returns whether they are kept."""
 
     def ended_without_trailer(self, body: StreamReader) -> bool:
         """Whether a chunked body has ended without a trailer, and nothing was read after it."""
