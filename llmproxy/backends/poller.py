@@ -317,7 +317,7 @@ class Poller:
             if answers or isinstance(error, InvalidResponse | ValueError):
                 raise _PollFailed(Trouble.GARBAGE, f"{what}: {why}") from None
             # A backend that answered before has the right address.
-            hint = _hint(error) if self._listed_at_s == -inf else ""
+            hint = hint_of(error) if self._listed_at_s == -inf else ""
             raise _PollFailed(_trouble(error), f"{what}: {why}{hint}") from None
         if len(body) > BODY_BYTES_MAX:
             raise _PollFailed(Trouble.GARBAGE, f"{what}: the answer is larger than {BODY_BYTES_MAX} bytes")
@@ -353,7 +353,7 @@ def _decompressed(body: bytes, headers: list[tuple[str, str]]) -> bytes:
     return zlib.decompressobj(wbits=zlib.MAX_WBITS | GZIP_OR_ZLIB).decompress(body, BODY_BYTES_MAX + 1)
 
 
-def _hint(error: Exception) -> str:
+def hint_of(error: Exception) -> str:
     """Returns a hint about a wrong URL, for a backend that never answered."""
     cause = error.__cause__
     if isinstance(cause, ssl.SSLError):

@@ -1,5 +1,5 @@
 """The commands: `serve`, `check`, `config`, `hash-key`, `replica`, `export`, `top`, `explain`, `scale`, `whatif`,
-`usage`, `demo`, `simulate`.
+`usage`, `demo`, `simulate`; `first_hour` has `doctor` and `init`.
 """
 
 from __future__ import annotations
@@ -8,14 +8,15 @@ import asyncio
 import os
 import secrets
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from getpass import getpass
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
 from llmproxy import __version__
+from llmproxy.cli.first_hour import doctor, fail, init
 from llmproxy.cli.flags import ADMIN_KEY_VARIABLE, COMMON, CONFIG_VARIABLE, from_environment, from_flags, unknown_flags
 from llmproxy.cli.help import HELP_ALL, PanelHelp, PanelHelpGroup
 from llmproxy.cli.options import REPLICA, SIMULATE, flag_options, with_options
@@ -45,12 +46,6 @@ AdminKey = Annotated[
     str | None,
     typer.Option(metavar="KEY", envvar=ADMIN_KEY_VARIABLE, help="Needed where the proxy has one."),
 ]
-
-
-def _fail(problems: Sequence[str]) -> NoReturn:
-    for problem in problems:
-        typer.echo(problem, err=True)
-    raise typer.Exit(2)
 
 
 app = typer.Typer(
@@ -86,7 +81,7 @@ class _Serve(PanelHelp):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = {name for one in self.get_params(ctx) for name in (*one.opts, *one.secondary_opts)}
         if problems := unknown_flags(args, known):
-            _fail(problems)
+            fail(problems)
         return super().parse_args(ctx, args)
 
 
@@ -133,11 +128,15 @@ def serve(
         overrides = [*from_environment(os.environ), *from_flags(flags, urls or ())]
         settled = read()
     except ConfigError as error:
-        _fail(error.problems)
+        fail(error.problems)
     from llmproxy.config.reload import Reread
     from llmproxy.process import run
 
     raise typer.Exit(run(settled, Reread(watched, read) if watched is not None else None))
+
+
+app.command(cls=PanelHelp, short_help="Write a configuration for your servers.")(init)
+app.command(cls=PanelHelp, short_help="Look at servers, and report problems.")(doctor)
 
 
 @app.command(cls=PanelHelp, short_help="Report the problems of a configuration file.")
@@ -149,7 +148,7 @@ def check(file: Annotated[Path, typer.Argument(metavar="FILE", help="A YAML file
     try:
         config = load(file)
     except ConfigError as error:
-        _fail(error.problems)
+        fail(error.problems)
     for warning in warnings_of(file, config):
         typer.echo(warning, err=True)
     typer.echo(_summary(file, config))
@@ -223,7 +222,7 @@ def hash_key(
         key = getpass("key: ") if sys.stdin.isatty() else sys.stdin.buffer.read().decode(errors="replace")
         key = key.removesuffix("\n").removesuffix("\r")
     if not is_api_key(key):
-        _fail(["llmproxy hash-key: the key should be one line of printable ASCII characters without spaces"])
+        fail(["llmproxy hash-key: the key should be one line of printable ASCII characters without spaces"])
     typer.echo(hash_of(key))
 
 
@@ -240,7 +239,7 @@ def config(
     try:
         settled = load(file)
     except ConfigError as error:
-        _fail(error.problems)
+        fail(error.problems)
     typer.echo(reference.example_file() if file is None else reference.as_yaml(settled), nl=False)
 
 
@@ -263,7 +262,7 @@ def replica(
         # An unsuitable option is refused here, so that a later ValueError is a bug and looks like one.
         Replica(options)
     except ValueError as error:
-        _fail([f"llmproxy replica: {error}"])
+        fail([f"llmproxy replica: {error}"])
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve_replica(options, host, port))
@@ -286,14 +285,14 @@ def export(
     from llmproxy.tools.export import KINDS, files_of
 
     if kind not in KINDS:
-        _fail([f"llmproxy export: {kind} is none of {', '.join(KINDS)}"])
+        fail([f"llmproxy export: {kind} is none of {', '.join(KINDS)}"])
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files_of(kind).items():
             (folder / name).write_text(text)
             typer.echo(folder / name)
     except OSError as error:
-        _fail([f"llmproxy export: cannot write {error.filename or folder}: {error.strerror or error}"])
+        fail([f"llmproxy export: cannot write {error.filename or folder}: {error.strerror or error}"])
     typer.echo(f"\nNext: {KINDS[kind][1]}", err=True)
 
 
@@ -427,9 +426,9 @@ def simulate(**given: Any) -> None:
         }
         simulate(Options(**given))
     except ConfigError as error:
-        _fail(error.problems)
+        fail(error.problems)
     except Unusable as error:
-        _fail([f"llmproxy simulate: {error}"])
+        fail([f"llmproxy simulate: {error}"])
 
 
 def main() -> None:

@@ -2,74 +2,107 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from textwrap import wrap
 from typing import Any
 
-from msgspec import Struct
-
-from llmproxy.config import reference
+from llmproxy.config import BackendConfig, ConfigError, load, reference, warnings_of
+from llmproxy.tools.doctor.carried import Carried
 from llmproxy.tools.doctor.look import Replica
-from llmproxy.tools.doctor.other_routers import Carried
-from llmproxy.tools.doctor.report import fleet_problems
+from llmproxy.tools.doctor.presets import PRESETS, Preset, Setting
+from llmproxy.tools.doctor.report import base_models, engine_of, fleet_problems
 from llmproxy.tools.terminal import printable
 
 COLUMNS = 100
+HEAD = "Every key that is not here has its default: `llmproxy config` prints them all."
+KEY = "The servers want an API key: set LLMPROXY_BACKEND_API_KEY for `llmproxy serve`."
 
 
-class Setting(Struct, frozen=True):
-    """A key that a preset sets, and the reason."""
-
-    key: str
-    value: Any
-    why: str
-
-
-PRESETS: Mapping[str, tuple[Setting, ...]] = {}
-"""Keys that matter for a kind of work. Every other default fits it."""
-
-
-def configuration(replicas: Sequence[Replica], preset: str | None, carried: Carried | None, *, has_key: bool) -> str:
-    """Returns the text of a configuration file for these replicas.
+def configuration(
+    replicas: Sequence[Replica],
+    looked_up: Sequence[BackendConfig],
+    preset: str | None,
+    carried: Carried | None,
+    *,
+    has_key: bool,
+) -> str:
+    """Returns the text of a configuration file.
 
     Args:
         replicas: Servers that were looked at. Unusable ones are written too, with the reason.
+        looked_up: Backends whose servers DNS or Kubernetes lists.
         preset: A name in `PRESETS`, or None.
         carried: Settings of another router, or None.
         has_key: Whether the servers want an API key.
     """
-    settings = list(PRESETS[preset] if preset else ())
+    chosen = PRESETS[preset] if preset else Preset()
+    settings = {setting.key: setting for setting in chosen.settings}
     if carried is not None:
-        preset_keys = {setting.key for setting in settings}
-        origin = f"as in {printable(carried.router)}"
-        settings += [Setting(key, value, origin) for key, value in carried.keys.items() if key not in preset_keys]
-    lines = ["# Every key that is not here has its default. `llmproxy config` lists them all.", "backends:"]
+        for key, value in carried.keys.items():
+            settings.setdefault(key, Setting(key, value, f"As in {carried.router}."))
+    lines = [*_comment(HEAD), *_settings([one for one in settings.values() if "." not in one.key]), "backends:"]
     for replica in replicas:
         lines += _backend(replica)
-    if looked_up := [url for url in carried.backends if "+" in url.partition("://")[0]] if carried else []:
-        lines += [f"  - {reference.as_text(url)}" for url in looked_up]
+    lines += [f"  - {_text(_url(backend))}" for backend in looked_up]
     for problem in fleet_problems(replicas):
-        lines += _comment(f"{problem.text}. {problem.remedy}", "")
+        lines += _comment(f"{problem.text}. {problem.remedy}")
     if has_key:
-        lines += _comment("The servers want an API key: set LLMPROXY_BACKEND_API_KEY for `llmproxy serve`.", "")
-    if carried is not None and carried.aliases:
-        lines += ["models:"]
-        for name, target in carried.aliases.items():
-            lines.append(f"  - {reference.as_text({'name': name, 'target': target})}")
-    lines += _settings(settings)
+        lines += _comment(KEY)
+    lines += _models(replicas, chosen, carried)
+    lines += _settings([one for one in settings.values() if "." in one.key])
     if carried is not None and carried.left:
-        lines += _comment(f"Not carried over from {printable(carried.router)}:", "")
+        lines += _comment(f"Not carried over from {carried.router}:")
         for left in carried.left:
-            lines += _comment(f"  {left}", "")
+            lines += wrap(printable(left, 1_000), COLUMNS, initial_indent="# - ", subsequent_indent="#   ")
     return "\n".join(lines) + "\n"
 
 
+def write(text: str, path: Path) -> list[str]:
+    """Writes a configuration if `load` accepts it. Returns its warnings. Raises ConfigError and OSError."""
+    with TemporaryDirectory() as folder:
+        draft = Path(folder) / path.name
+        draft.write_text(text)
+        try:
+            config = load(draft)
+        except ConfigError as error:
+            raise ConfigError([problem.replace(str(draft), str(path)) for problem in error.problems]) from None
+        warnings = [warning.replace(str(draft), str(path)) for warning in warnings_of(draft, config)]
+    path.write_text(text)
+    return warnings
+
+
 def _backend(replica: Replica) -> Iterator[str]:
-    models = ", ".join(printable(card.name) for card in replica.models if card.parent is None)
-    about = ": ".join(filter(None, (f"{replica.engine} {replica.version}".strip(), models)))
-    yield f"  - {reference.as_text(replica.url)}" + (f"  # {about}" if about else "")
+    models = ", ".join(printable(card.name) for card in base_models(replica))
+    about = f"  # {engine_of(replica)}: {models}" if replica.usable else ""
+    yield f"  - {_text(_url(replica.backend))}{about}"
     for problem in replica.problems:
         yield from _comment(f"{problem.text}. {problem.remedy}", "    ")
+
+
+def _url(backend: BackendConfig) -> str:
+    return backend.url if backend.role == "both" else f"{backend.role}={backend.url}"
+
+
+def _models(replicas: Sequence[Replica], preset: Preset, carried: Carried | None) -> Iterator[str]:
+    entries: list[dict[str, Any]] = []
+    for name, targets in carried.aliases.items() if carried is not None else ():
+        weights = {"target": targets[0]} if len(targets) == 1 else {"targets": dict.fromkeys(targets, 1)}
+        entries.append({"name": name} | weights)
+    aliases = {entry["name"] for entry in entries}
+    listed = dict.fromkeys(card.name for replica in replicas if replica.usable for card in replica.models)
+    judged = [{"name": name} | dict(preset.model) for name in listed if preset.model and name not in aliases]
+    if preset.model and not judged:
+        entry = _text({"name": "MODEL"} | dict(preset.model))
+        yield from _comment(f"No server told its models. The preset sets for each under `models:`: {entry}")
+    if not entries and not judged:
+        return
+    yield "models:"
+    yield from (f"  - {_text(entry)}" for entry in entries)
+    if judged:
+        yield from _comment(preset.model_why, "  ")
+    yield from (f"  - {_text(entry)}" for entry in judged)
 
 
 def _settings(settings: Sequence[Setting]) -> Iterator[str]:
@@ -83,8 +116,15 @@ def _settings(settings: Sequence[Setting]) -> Iterator[str]:
             yield f"{section}:"
         for setting in inside:
             yield from _comment(setting.why, indent)
-            yield f"{indent}{setting.key.rpartition('.')[2]}: {reference.as_text(setting.value)}"
+            yield f"{indent}{setting.key.rpartition('.')[2]}: {_text(setting.value)}"
 
 
-def _comment(text: str, indent: str) -> list[str]:
-    return wrap(text, COLUMNS, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+def _text(value: Any) -> str:
+    """Formats a value as YAML in one line, with whole numbers as integers."""
+    if isinstance(value, dict):
+        value = {key: int(one) if isinstance(one, float) and one.is_integer() else one for key, one in value.items()}
+    return reference.as_text(value)
+
+
+def _comment(text: str, indent: str = "") -> list[str]:
+    return wrap(printable(text, 10_000), COLUMNS, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")

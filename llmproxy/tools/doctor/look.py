@@ -1,32 +1,52 @@
-"""Asks a server which engine it runs, with which models and limits, and finds settings that cost speed."""
+"""Asks servers for engine, models and limits, as the proxy would, and finds settings that cost speed."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Collection, Generator, Mapping
+from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Any, TypeVar
 
-import aiohttp
 import orjson
 from msgspec import Struct, field
-from prometheus_client import Metric
-from prometheus_client.parser import text_string_to_metric_families
 
 from llmproxy.backends.engine_config import SERVER_INFO_PATH, parse_sequences
+from llmproxy.backends.metrics_text import parse_reading
 from llmproxy.backends.models import parse_listing
-from llmproxy.backends.poller import BODY_BYTES_MAX
+from llmproxy.backends.poller import BODY_BYTES_MAX, hint_of
+from llmproxy.config import BackendConfig
 from llmproxy.core.domain import ModelCard
 from llmproxy.tools.terminal import printable
+from llmproxy.upstream.client import HttpUpstream
+from llmproxy.upstream.endpoints import Endpoints
+from llmproxy.upstream.port import ConnectFailed, Upstream, UpstreamBroken, read_response_body
+from llmproxy.upstream.tls import peers_tls
 
 TIMEOUT_S = 5.0
-PLACES_FEW = 16
+BATCH_SMALL = 16
 """A batch limit below this leaves most of a GPU idle: the step time of a model hardly depends on a small batch."""
 CLOCK_S = 5.0
 """Difference of clocks from which logs of proxy and engine are hard to compare. HTTP dates have whole seconds."""
-ENGINES: Mapping[str, str] = {"vllm:": "vLLM", "sglang:": "SGLang", "llamacpp:": "llama.cpp"}
-"""The prefix of an engine's metrics, and its name."""
+WAIT = "Wait until the engine is up, or restart it."
+VLLM, SGLANG, LLAMA_CPP = "vLLM", "SGLang", "llama.cpp"
+OWNERS = {"vllm": VLLM, "sglang": SGLANG, "llamacpp": LLAMA_CPP}
+"""The field `owned_by` of a model, and the engine."""
+METRICS_ON = {
+    VLLM: "Start vLLM without --disable-log-stats.",
+    SGLANG: "Start SGLang with --enable-metrics.",
+    LLAMA_CPP: "The metrics of llama.cpp are not read: the proxy counts its own requests.",
+}
+SHUTDOWN_SINCE = (0, 18)
+"""The first vLLM with --shutdown-timeout."""
+RANK = re.compile(rb'^vllm:num_requests_running\{[^}\n]*?engine="(\d+)"', re.MULTILINE)
+PREFIX_CACHING = re.compile(rb'^vllm:cache_config_info\{[^\n]*?enable_prefix_caching="(\w+)"', re.MULTILINE)
+OPENSSL = re.compile(r"\[SSL\b[^]]*\] | \(_ssl\.c:\d+\)")
+"""Parts of OpenSSL's messages that say nothing to people."""
+ENDS_AT_ONCE = re.compile(rb'"shutdown_timeout":\s*0\s*[,}]')
+
+T = TypeVar("T")
 
 
 class Problem(Struct, frozen=True):
@@ -41,17 +61,15 @@ class Problem(Struct, frozen=True):
 class Replica(Struct):
     """The answers of one server."""
 
-    url: str
+    backend: BackendConfig
     engine: str = ""
     version: str = ""
     models: list[ModelCard] = []
     # Requests that it runs at once; None if it does not say.
-    places: int | None = None
+    batch_limit: int | None = None
     kv_tokens: int | None = None
-    prefix_caching: bool | None = None
     # Data-parallel engines behind the URL.
-    engines: int = 1
-    has_metrics: bool = False
+    ranks: int = 1
     problems: list[Problem] = field(default_factory=list)
 
     @property
@@ -65,59 +83,63 @@ class Replica(Struct):
 class _Answer(Struct):
     status: int
     body: bytes
+    # Names in lower case.
     headers: Mapping[str, str]
 
 
-async def look_at(url: str, session: aiohttp.ClientSession, api_key: str | None = None) -> Replica:
-    """Asks the server at `url` (no trailing slash) for its health, models, version, configuration and metrics.
+async def look_at(backends: Collection[BackendConfig], api_key: str | None = None) -> list[Replica]:
+    """Asks all servers at once. Every failure is a problem of the result. Raises ConfigError for an unusable CA file.
 
-    Every failure is a problem of the result. Takes at most `TIMEOUT_S` or a little more.
+    Args:
+        api_key: The key for backends without an own one.
     """
-    replica = Replica(url)
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    endpoints = Endpoints()
+    # The resolver must not follow the names: it would log failures, which are in the result.
+    endpoints.tls.update(peers_tls(backends))
+    try:
+        async with HttpUpstream(endpoints) as upstream:
+            return await asyncio.gather(*(_look(backend, upstream, api_key) for backend in backends))
+    finally:
+        await endpoints.close()
+
+
+async def _look(backend: BackendConfig, upstream: Upstream, api_key: str | None) -> Replica:
+    replica = Replica(backend)
+    key = backend.api_key or api_key
+    headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {})
     paths = ("/v1/models", "/health", "/version", "/metrics", SERVER_INFO_PATH)
-    found = await asyncio.gather(*(_get(session, url + path, headers) for path in paths))
+    found = await asyncio.gather(*(_get(upstream, backend.url, path, headers) for path in paths))
     models, health, version, metrics, info = found
-    if isinstance(models, str):
-        replica.note(models, "Start the engine, or correct host and port.", fatal=True)
+    if isinstance(models, Problem):
+        replica.problems.append(models)
         return replica
-    _read_models(replica, models, has_key=api_key is not None)
-    if not isinstance(health, str) and health.status >= 500:
-        replica.note(f"/health answers {health.status}", "Wait until the engine is up, or restart it.", fatal=True)
-    if not isinstance(version, str) and version.status == 200:
-        replica.version = str(_json(version.body).get("version", ""))
-        replica.engine = "vLLM" if replica.version else ""
-    _read_metrics(replica, metrics)
-    if not isinstance(info, str) and info.status == 200:
-        replica.places = parse_sequences(info.body)
-    _judge(replica, models)
+    _read_models(replica, models, has_key=bool(key))
+    if replica.usable and not isinstance(health, Problem) and health.status >= 500:
+        replica.note(f"/health answers {health.status}", WAIT, fatal=True)
+    if replica.usable:
+        _read_engine(replica, version)
+        _read_metrics(replica, metrics)
+        _read_config(replica, info)
+        _compare_clocks(replica, models)
     return replica
 
 
-async def _get(session: aiohttp.ClientSession, url: str, headers: Mapping[str, str]) -> _Answer | str:
+async def _get(upstream: Upstream, url: str, path: str, headers: Mapping[str, str]) -> _Answer | Problem:
     """Returns the answer to a GET, or why there is none."""
     try:
-        async with session.get(
-            url, headers=headers, allow_redirects=False, timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)
-        ) as answer:
-            body = b""
-            async for piece in answer.content.iter_any():
-                body += piece
-                if len(body) > BODY_BYTES_MAX:
-                    return f"answers with more than {BODY_BYTES_MAX >> 20} MB"
-            return _Answer(answer.status, body, answer.headers)
+        async with asyncio.timeout(TIMEOUT_S):
+            exchange = await upstream.open(url, "GET", path, headers, (), 2 * TIMEOUT_S)
+            body = await read_response_body(exchange, BODY_BYTES_MAX)
     except TimeoutError:
-        return f"does not answer within {TIMEOUT_S:g} s"
-    except (aiohttp.ClientError, OSError, ValueError) as error:
-        return f"is not reachable: {printable(str(error) or type(error).__name__)}"
-
-
-def _json(body: bytes) -> dict[str, Any]:
-    try:
-        found = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return {}
-    return found if isinstance(found, dict) else {}
+        return Problem(True, f"no answer within {TIMEOUT_S:g} s", "Start the engine, or correct host and port.")
+    except (ConnectFailed, UpstreamBroken, ValueError) as error:
+        text = OPENSSL.sub("", str(error).removeprefix(f"{url}: "))
+        hint = hint_of(error).lstrip("; ") or "is this the address of an engine?"
+        return Problem(True, printable(text), hint[0].upper() + hint[1:])
+    if len(body) > BODY_BYTES_MAX:
+        text = f"{path.partition('?')[0]} answers with more than {BODY_BYTES_MAX >> 20} MB"
+        return Problem(True, text, "Is this the address of an engine?")
+    return _Answer(exchange.status, body, {name.lower(): value for name, value in exchange.headers})
 
 
 def _read_models(replica: Replica, answer: _Answer, *, has_key: bool) -> None:
@@ -125,77 +147,94 @@ def _read_models(replica: Replica, answer: _Answer, *, has_key: bool) -> None:
         remedy = "Give the right key with --api-key." if has_key else "Give its key with --api-key."
         replica.note(f"/v1/models answers {answer.status}: it wants an API key", remedy, fatal=True)
         return
+    address = "Give the address of the engine itself, without /v1, and with its path if it has one."
     if answer.status != 200:
-        server = printable(answer.headers.get("Server", ""))
+        server = printable(answer.headers.get("server", ""))
         replica.note(
             f"/v1/models answers {answer.status}" + (f" (server: {server})" if server else ""),
-            "Give the address of the engine itself, without /v1, and with its path if it has one.",
+            WAIT if answer.status >= 500 else address,
             fatal=True,
         )
         return
-    slices = parse_listing(answer.body, 0.0)
     try:
-        while True:
-            next(slices)
-    except StopIteration as end:
-        replica.models = list(end.value.cards)
+        replica.models = list(_whole(parse_listing(answer.body, 0.0)).cards)
     except ValueError as error:
-        replica.note(f"/v1/models: {printable(str(error))}", "Give the address of the engine itself.", fatal=True)
+        replica.note(f"/v1/models: {printable(str(error))}", address, fatal=True)
         return
     if all(card.parent is not None for card in replica.models):
         replica.note("/v1/models lists no base model", "Wait until the engine has loaded its model.", fatal=True)
 
 
-def _families(body: bytes) -> Iterator[Metric]:
-    """Yields the metric families of a page up to the first line that is no metric."""
-    try:
-        yield from text_string_to_metric_families(body.decode("utf-8", "replace"))
-    except ValueError:
+def _read_engine(replica: Replica, version: _Answer | Problem) -> None:
+    replica.engine = next((OWNERS[owner] for card in replica.models if (owner := _owner(card)) in OWNERS), "")
+    if isinstance(version, Problem) or version.status != 200:
         return
+    replica.version = str(_object(version.body).get("version", ""))
+    numbers = re.match(r"(\d+)\.(\d+)", replica.version)
+    if replica.engine == VLLM and numbers and (int(numbers[1]), int(numbers[2])) < SHUTDOWN_SINCE:
+        since = ".".join(map(str, SHUTDOWN_SINCE))
+        replica.note(f"vLLM before {since} ends its streams when it is stopped", "Upgrade, or drain it before a stop.")
 
 
-def _read_metrics(replica: Replica, answer: _Answer | str) -> None:
-    if isinstance(answer, str) or answer.status != 200:
-        return
-    engines = set[str]()
-    for family in _families(answer.body):
-        prefix = family.name[: family.name.find(":") + 1]
-        if prefix not in ENGINES:
-            continue
-        replica.has_metrics = True
-        replica.engine = ENGINES[prefix]
-        for sample in family.samples:
-            engines.add(sample.labels.get("engine", "0"))
-            if family.name == "vllm:cache_config_info":
-                replica.prefix_caching = sample.labels.get("enable_prefix_caching") == "True"
-                tokens = sample.labels.get("kv_cache_size_tokens", "")
-                replica.kv_tokens = int(tokens) if tokens.isdigit() else None
-    replica.engines = max(1, len(engines))
+def _owner(card: ModelCard) -> str:
+    return str(card.fields.get("owned_by", "")).lower()
 
 
-def _judge(replica: Replica, models: _Answer) -> None:
-    """Notes settings that cost speed."""
-    if not replica.usable:
-        return
-    if not replica.has_metrics:
-        remedy = {
-            "": "The proxy then counts its own requests. It works with any OpenAI-compatible server.",
-            "llama.cpp": "Start llama-server with --metrics.",
-            "SGLang": "Start SGLang with --enable-metrics.",
-        }.get(replica.engine, "Start vLLM without --disable-log-stats.")
-        replica.note("its load is unknown: /metrics has no metrics of an engine", remedy)
-    if replica.prefix_caching is False:
-        replica.note("prefix caching is off", "Start vLLM without --no-enable-prefix-caching.")
-    if replica.places is not None and replica.places < PLACES_FEW * replica.engines:
-        each = replica.places // replica.engines
-        replica.note(f"it runs {each} requests at once", "Raise --max-num-seqs, if the KV cache has room for more.")
-    if (sent := models.headers.get("Date")) is not None:
+def _read_metrics(replica: Replica, answer: _Answer | Problem) -> None:
+    reading = None
+    if not isinstance(answer, Problem) and answer.status == 200:
         try:
-            ahead_s = parsedate_to_datetime(sent).timestamp() - time.time()
-        except ValueError:
+            reading = _whole(parse_reading(answer.body, 0.0))
+        except ValueError as error:
+            replica.note(f"/metrics: {printable(str(error))}", "Its load is unknown to the proxy.")
             return
-        if abs(ahead_s) > CLOCK_S:
-            replica.note(
-                f"its clock is {abs(ahead_s):.0f} s {'ahead' if ahead_s > 0 else 'behind'}",
-                "Run NTP on both machines, so that times in the logs can be compared.",
-            )
+    if isinstance(answer, Problem) or reading is None:
+        remedy = METRICS_ON.get(replica.engine, "The proxy counts its own requests.")
+        replica.note("its load is unknown: /metrics has no load of vLLM or SGLang", remedy)
+        return
+    replica.kv_tokens = reading.kv_tokens
+    replica.ranks = max(1, len(set(RANK.findall(answer.body))))
+    if b"False" in PREFIX_CACHING.findall(answer.body):
+        replica.note("prefix caching is off", "Start vLLM without --no-enable-prefix-caching.")
+
+
+def _read_config(replica: Replica, answer: _Answer | Problem) -> None:
+    if isinstance(answer, Problem) or answer.status != 200:
+        return
+    replica.batch_limit = parse_sequences(answer.body)
+    if replica.batch_limit is not None and replica.batch_limit < BATCH_SMALL * replica.ranks:
+        each = replica.batch_limit // replica.ranks
+        replica.note(f"it runs {each} requests at once", "Raise --max-num-seqs, if the KV cache has room for more.")
+    if ENDS_AT_ONCE.search(answer.body):
+        replica.note("its streams end when it is stopped", "Start vLLM with --shutdown-timeout, such as 300.")
+
+
+def _compare_clocks(replica: Replica, answer: _Answer) -> None:
+    try:
+        sent = parsedate_to_datetime(answer.headers.get("date", ""))
+        ahead_s = (sent - datetime.now(UTC)).total_seconds()
+    except (ValueError, TypeError):
+        return
+    if abs(ahead_s) > CLOCK_S:
+        replica.note(
+            f"its clock is {abs(ahead_s):.0f} s {'ahead' if ahead_s > 0 else 'behind'}",
+            "Run NTP on both machines, so that times in the logs can be compared.",
+        )
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        found = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _whole(slices: Generator[None, None, T]) -> T:
+    """Runs a sliced computation to its end."""
+    while True:
+        try:
+            next(slices)
+        except StopIteration as end:
+            found: T = end.value
+            return found

@@ -2,31 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+from llmproxy.core.domain import ModelCard
 from llmproxy.tools.doctor.look import Problem, Replica
 from llmproxy.tools.terminal import printable
 
 NAMES_SHOWN = 8
 
 
-def report(replicas: Sequence[Replica]) -> str:
-    """Returns the findings about each replica and about the fleet as text."""
+def report(replicas: Sequence[Replica], looked_up: Iterable[str] = ()) -> str:
+    """Returns the findings about each replica and about the fleet as text.
+
+    Args:
+        looked_up: URLs whose servers DNS or Kubernetes lists.
+    """
     lines = [line for replica in replicas for line in _about(replica)]
-    problems = fleet_problems(replicas)
-    if problems:
+    lines += [f"{url}  not looked at: the proxy finds these servers while it runs" for url in looked_up]
+    if problems := fleet_problems(replicas):
         lines += ["the fleet", *_problems(problems)]
     return "\n".join(lines)
 
 
+def engine_of(replica: Replica) -> str:
+    """Returns the name and version of the engine."""
+    return printable(f"{replica.engine or 'an OpenAI-compatible server'} {replica.version}".strip())
+
+
+def base_models(replica: Replica) -> list[ModelCard]:
+    return [card for card in replica.models if card.parent is None]
+
+
 def fleet_problems(replicas: Sequence[Replica]) -> list[Problem]:
-    """Returns what is wrong with a fleet although each of its replicas is fine."""
+    """Returns differences between replicas that are each fine."""
     usable = [replica for replica in replicas if replica.usable]
     problems = []
     lengths: dict[str, set[int]] = {}
     for replica in usable:
-        for card in replica.models:
-            if card.parent is None and card.max_model_len is not None:
+        for card in base_models(replica):
+            if card.max_model_len is not None:
                 lengths.setdefault(card.name, set()).add(card.max_model_len)
     for name, found in lengths.items():
         if len(found) > 1:
@@ -37,18 +51,16 @@ def fleet_problems(replicas: Sequence[Replica]) -> list[Problem]:
                     "Long prompts go only to the replicas that can take them. Start all with one --max-model-len.",
                 )
             )
-    versions = {replica.version for replica in usable if replica.version}
-    if len(versions) > 1:
-        found_versions = ", ".join(sorted(map(printable, versions)))
-        problems.append(Problem(False, f"different versions: {found_versions}", "Answers may differ between replicas."))
+    engines = {engine_of(replica) for replica in usable if replica.version}
+    if len(engines) > 1:
+        text = f"different engines: {', '.join(sorted(engines))}"
+        problems.append(Problem(False, text, "Answers may differ between replicas."))
     return problems
 
 
 def _about(replica: Replica) -> Iterator[str]:
-    engine = printable(f"{replica.engine or 'an OpenAI-compatible server'} {replica.version}".strip())
-    yield f"{replica.url}  {engine if replica.models else 'not usable'}"
-    bases = [card for card in replica.models if card.parent is None]
-    for card in bases:
+    yield f"{replica.backend.url}  {engine_of(replica) if replica.usable else 'not usable'}"
+    for card in base_models(replica):
         length = f", {card.max_model_len:,} tokens" if card.max_model_len else ""
         yield f"  model     {printable(card.name)}{length}"
     adapters = [printable(card.name) for card in replica.models if card.parent is not None]
@@ -56,9 +68,10 @@ def _about(replica: Replica) -> Iterator[str]:
         more = f" and {len(adapters) - NAMES_SHOWN} more" if len(adapters) > NAMES_SHOWN else ""
         yield f"  adapters  {', '.join(adapters[:NAMES_SHOWN])}{more}"
     if replica.usable:
-        yield f"  places    {replica.places if replica.places is not None else 'not published; the proxy learns them'}"
-    if replica.engines > 1:
-        yield f"  engines   {replica.engines} data-parallel engines behind this URL"
+        batch = "not published: the proxy learns its limit" if replica.batch_limit is None else replica.batch_limit
+        yield f"  batch     {batch}"
+    if replica.ranks > 1:
+        yield f"  ranks     {replica.ranks} data-parallel engines behind this URL"
     if replica.kv_tokens is not None:
         yield f"  KV cache  {replica.kv_tokens:,} tokens"
     yield from _problems(replica.problems)

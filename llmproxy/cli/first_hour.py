@@ -1,0 +1,127 @@
+"""The commands before the first start: `doctor` and `init`."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from llmproxy.cli.flags import ALIASES, PREFIX, from_flags
+from llmproxy.config import BackendConfig, ConfigError, load, load_backends
+
+ApiKey = Annotated[
+    str | None,
+    typer.Option("--api-key", metavar="KEY", envvar=f"{PREFIX}BACKEND_API_KEY", help="API key of the servers."),
+]
+FLAGS_ELSEWHERE = {"--host": ("host",), "--port": ("port",), "--log-level": ("log_level",), **ALIASES}
+
+
+def doctor(
+    targets: Annotated[
+        list[str], typer.Argument(metavar="URL|FILE", help="Base URLs of servers, or a configuration with backends.")
+    ],
+    api_key: ApiKey = None,
+) -> None:
+    """Report the engine, models, adapters, limits and problems of servers.
+
+    The exit code is 1 if a server is unusable.
+    """
+    from llmproxy.tools.doctor.look import look_at
+    from llmproxy.tools.doctor.report import report
+
+    try:
+        backends: list[BackendConfig] = []
+        for target in targets:
+            found, key = _backends_of(target)
+            backends += found
+            api_key = api_key or key
+        replicas = asyncio.run(look_at([one for one in backends if not one.looked_up], api_key))
+    except ConfigError as error:
+        fail(error.problems)
+    typer.echo(report(replicas, [one.url for one in backends if one.looked_up]))
+    raise typer.Exit(0 if all(replica.usable for replica in replicas) else 1)
+
+
+def _backends_of(target: str) -> tuple[Sequence[BackendConfig], str | None]:
+    """Returns the backends that a URL or a file names, and the key of the file. Raises ConfigError."""
+    if "://" in target or not Path(target).exists():
+        return load(None, from_flags({}, [target])).backends, None
+    config = load(Path(target))
+    found = (*config.backends, *(load_backends(config.discovery.file) if config.discovery.file is not None else ()))
+    if not found:
+        raise ConfigError([f"{target}: has no backends"])
+    return found, config.backend_api_key
+
+
+def init(
+    urls: Annotated[list[str] | None, typer.Argument(metavar="URL", help="Base URLs of servers.")] = None,
+    source: Annotated[
+        str | None,
+        typer.Option("--from", metavar="FILE|COMMAND", help="Configuration or command of another router."),
+    ] = None,
+    preset: Annotated[
+        str | None, typer.Option("--preset", metavar="NAME", help="Kind of work: chat, batch, rollout or agents.")
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="File to write.")] = Path("llmproxy.yaml"),
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
+    api_key: ApiKey = None,
+) -> None:
+    """Look at servers, and write a configuration with only what differs from the defaults.
+
+    Without URLs and --from, ask for them in a terminal. --from reads a command of vllm-router, production-stack or
+    SGLang's gateway, values of production-stack's chart, a configuration of LiteLLM or nginx, or an InferencePool.
+    """
+    from llmproxy.tools.doctor.carried import NotReadError
+    from llmproxy.tools.doctor.init import configuration, write
+    from llmproxy.tools.doctor.look import look_at
+    from llmproxy.tools.doctor.presets import PRESETS
+    from llmproxy.tools.doctor.report import report
+    from llmproxy.tools.doctor.router_files import read_from
+
+    if preset is not None and preset not in PRESETS:
+        fail([f"llmproxy init: {preset} is none of {', '.join(PRESETS)}"])
+    if out.exists() and not force:
+        fail([f"llmproxy init: {out} exists; choose another name with --out, or replace it with --force"])
+    try:
+        carried = read_from(source, FLAGS_ELSEWHERE) if source is not None else None
+        texts = [*(urls or ()), *(carried.backends if carried is not None else ())]
+        backends = load(None, from_flags({}, texts or _asked_for(source))).backends
+        replicas = asyncio.run(look_at([one for one in backends if not one.looked_up], api_key))
+        looked_up = [one for one in backends if one.looked_up]
+        text = configuration(replicas, looked_up, preset, carried, has_key=api_key is not None)
+        warnings = write(text, out)
+    except NotReadError as error:
+        fail([f"llmproxy init: {error}"])
+    except ConfigError as error:
+        fail(error.problems)
+    except OSError as error:
+        fail([f"llmproxy init: cannot write {out}: {error.strerror or error}"])
+    typer.echo(report(replicas, [one.url for one in looked_up]))
+    for warning in warnings:
+        typer.echo(warning, err=True)
+    unusable = sum(not replica.usable for replica in replicas)
+    less = f", not usable now: {unusable}" if unusable else ""
+    typer.echo(f"\n{out}: written; backends: {len(backends)}{less}")
+    if carried is not None and carried.left:
+        typer.echo(f"Not carried over from {carried.router}: {len(carried.left)}, listed at its end")
+    typer.echo(f"Next: {f'{PREFIX}BACKEND_API_KEY=... ' if api_key else ''}llmproxy serve --config {out}")
+
+
+def _asked_for(source: str | None) -> list[str]:
+    """Returns the URLs that a person types."""
+    if source is not None:
+        fail(["llmproxy init: --from names no servers; give their URLs too, as in `llmproxy init http://gpu-0:8000`"])
+    if not sys.stdin.isatty():
+        fail(["llmproxy init: name at least one server, as in `llmproxy init http://gpu-0:8000`"])
+    typed: str = typer.prompt("URLs of your servers, separated by spaces")
+    return typed.split()
+
+
+def fail(problems: Sequence[str]) -> NoReturn:
+    for problem in problems:
+        typer.echo(problem, err=True)
+    raise typer.Exit(2)
