@@ -1,5 +1,5 @@
 """The commands: `serve`, `check`, `config`, `hash-key`, `replica`, `export`, `top`, `explain`, `scale`, `whatif`,
-`usage`, `demo`, `simulate`; `first_hour` has `doctor` and `init`.
+`usage`, `batch`, `demo`, `simulate`; `first_hour` has `doctor` and `init`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from llmproxy import __version__
 from llmproxy.cli.first_hour import doctor, fail, init
 from llmproxy.cli.flags import ADMIN_KEY_VARIABLE, COMMON, CONFIG_VARIABLE, from_environment, from_flags, unknown_flags
 from llmproxy.cli.help import HELP_ALL, PanelHelp, PanelHelpGroup
-from llmproxy.cli.options import REPLICA, SIMULATE, flag_options, with_options
+from llmproxy.cli.options import BATCH, PROXY, REPLICA, SIMULATE, flag_options, with_options
 from llmproxy.config import (
     Config,
     ConfigError,
@@ -40,7 +40,6 @@ NO_BACKENDS = (
     " in LLMPROXY_BACKEND, or under `backends:` in the file that --config names"
 )
 
-PROXY = "http://127.0.0.1:8080"
 ProxyUrl = Annotated[str, typer.Argument(metavar="URL", help="Base URL of the proxy, or of its admin port.")]
 AdminKey = Annotated[
     str | None,
@@ -388,6 +387,28 @@ def _ask(question: Callable[[], Coroutine[Any, Any, None]], command: str) -> Non
     except AskError as error:
         typer.echo(f"llmproxy {command}: {error}", err=True)
         raise typer.Exit(1) from None
+
+
+@app.command(cls=PanelHelp, short_help="Send the requests of a file when there is room.")
+@with_options(BATCH)
+def batch(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A batch file in OpenAI's format (JSON lines).")],
+    **given: Any,
+) -> None:
+    """Send the requests of a batch file, and append each answer to a results file in OpenAI's format.
+
+    The same command goes on after any end. Exit code: 0 if each request has a result, 1 if some of them failed, 2 for
+    wrong input, 3 if results are missing.
+    """
+    from llmproxy.tools.batch import BatchError, Options, run
+    from llmproxy.tools.top import AskError, ProxyAddress
+
+    given["out"] = given["out"] or file.with_name(f"{file.name.removesuffix('.jsonl')}.results.jsonl")
+    try:
+        options = Options(file, proxy=ProxyAddress.parsed(given.pop("url"), given.pop("api_key")), **given)
+        raise typer.Exit(asyncio.run(run(options)))
+    except (AskError, BatchError) as error:
+        fail([f"llmproxy batch: {error}"])
 
 
 @app.command(cls=PanelHelp, short_help="Try it: simulated vLLM servers, the proxy, some traffic.")

@@ -1,4 +1,4 @@
-"""The options of `replica`, `simulate` and `serve`, as tables."""
+"""The options of `batch`, `replica`, `simulate` and `serve`, as tables."""
 
 from __future__ import annotations
 
@@ -31,6 +31,21 @@ def _option(kind: Any, *names: str, **about: Any) -> Any:
     return Annotated[kind, Option(*names, **about)]
 
 
+PROXY = "http://127.0.0.1:8080"
+BATCH: Options = {
+    "url": (_option(str, metavar="URL", help="Base URL of the proxy."), PROXY),
+    "out": (_option(Path | None, metavar="FILE", help="Results file. Default: FILE.results.jsonl."), None),
+    "api_key": (
+        _option(str | None, metavar="KEY", envvar="OPENAI_API_KEY", help="Needed where clients need one."),
+        None,
+    ),
+    "in_flight": (
+        _option(int | None, min=1, help="Requests that are open at once. Default: as many as the proxy has room for."),
+        None,
+    ),
+    "criticality": (_option(str, metavar="BAND", help="The band, or the name of an objective."), "sheddable"),
+    "attempts": (_option(int, min=1, help="Most attempts for each request, except for those refused with 429."), 6),
+}
 REPLICA: Options = {
     "model": (_option(str, help="Name of the base model."), "sim"),
     "adapters": (_option(list[str] | None, "--adapter", help="Name of a LoRA adapter; repeat it for more."), None),

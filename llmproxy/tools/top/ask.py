@@ -33,13 +33,13 @@ class UnreachableError(AskError):
 
 @dataclass(frozen=True, slots=True)
 class ProxyAddress:
-    """The address of a proxy, and its admin key."""
+    """The address of a proxy, and the key for it."""
 
     url: URL
-    admin_key: str | None = None
+    key: str | None = None
 
     @classmethod
-    def parsed(cls, url: str, admin_key: str | None) -> ProxyAddress:
+    def parsed(cls, url: str, key: str | None) -> ProxyAddress:
         """Parses a URL typed by a user, perhaps without `http://`. Raises AskError."""
         full = url if "://" in url else f"http://{url}"
         try:
@@ -49,10 +49,10 @@ class ProxyAddress:
             fine = False
         if not fine:
             raise AskError(f"{printable(url)} is no address; it should be like http://127.0.0.1:8080")
-        if admin_key and not (admin_key.isascii() and admin_key.isprintable() and " " not in admin_key):
-            raise AskError("the admin key should be one line of printable ASCII characters without spaces")
+        if key and not (key.isascii() and key.isprintable() and " " not in key):
+            raise AskError("the key should be one line of printable ASCII characters without spaces")
         address = URL.build(scheme=base.scheme, host=base.host or "", port=base.port)
-        return cls(address, admin_key or None)
+        return cls(address, key or None)
 
     def __str__(self) -> str:
         return printable(str(self.url))
@@ -67,7 +67,7 @@ class Asker:
 
     async def get(self, path: str, query: Mapping[str, str] | None = None) -> dict[str, Any]:
         target = self.target
-        headers = {"Authorization": f"Bearer {target.admin_key}"} if target.admin_key else {}
+        headers = {"Authorization": f"Bearer {target.key}"} if target.key else {}
         try:
             async with self._session.get(
                 target.url.with_path(path), params=query, headers=headers, allow_redirects=False
@@ -77,7 +77,7 @@ class Asker:
         except TimeoutError:
             raise UnreachableError(f"{target} does not answer within {TIMEOUT_S:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
-            raise UnreachableError(f"{target} is not reachable: {printable(_cause(error))}") from None
+            raise UnreachableError(f"{target} is not reachable: {printable(cause(error))}") from None
         try:
             found = json.loads(body)
         except (ValueError, RecursionError):
@@ -107,7 +107,7 @@ class Asker:
         if status == 401 and path == USAGE:
             return AskError(f"{target} wants the key of a tenant: --api-key, or OPENAI_API_KEY")
         if status in (401, 403, 404):
-            if target.admin_key:
+            if target.key:
                 return AskError(f"{target} refuses this admin key, or has no {path} on this port (admin_port)")
             return AskError(
                 f"{target} shows {path} to those with its admin key (--admin-key); where it has none, to clients on its"
@@ -125,6 +125,7 @@ async def asking(target: ProxyAddress) -> AsyncIterator[Asker]:
         yield Asker(target, session)
 
 
-def _cause(error: BaseException) -> str:
-    cause = getattr(error, "os_error", None)
-    return str((getattr(cause, "strerror", None) if cause else None) or error or type(error).__name__)
+def cause(error: BaseException) -> str:
+    """Returns the reason of a failed connection."""
+    inner = getattr(error, "os_error", None)
+    return str((getattr(inner, "strerror", None) if inner else None) or error or type(error).__name__)

@@ -1,0 +1,123 @@
+"""Reads batch files in OpenAI's format: JSON lines with `custom_id`, `method`, `url` and `body`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from llmproxy.tools.terminal import printable
+
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+PROBLEMS_MAX = 20
+LINE_BYTES_MAX = 64 << 20
+"""Longest line. A longer one would be a file without line breaks."""
+
+
+class BatchError(Exception):
+    """The batch cannot go on; `problems` has the reasons, one a line."""
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+class BatchRequest(msgspec.Struct, frozen=True):
+    """A line of a batch file. `body` keeps the bytes of the file."""
+
+    custom_id: str
+    method: str
+    url: str
+    body: msgspec.Raw
+
+
+class _Body(msgspec.Struct):
+    model: str | None = None
+    stream: object = None
+
+
+_REQUEST = msgspec.json.Decoder(BatchRequest)
+_BODY = msgspec.json.Decoder(_Body)
+
+
+class RequestFile:
+    """A batch file that was checked whole. It keeps the place of each request, and no bodies."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises BatchError with up to `PROBLEMS_MAX` problems."""
+        self.path = path
+        self.places: dict[str, int] = {}
+        """Maps each custom_id to the position of its line, in the order of the file."""
+        self.models: set[str] = set()
+        try:
+            self._file = path.open("rb")
+            problems = self._problems()
+        except OSError as error:
+            raise BatchError(f"cannot read {path}: {error.strerror or error}") from None
+        if problems:
+            self.close()
+            raise BatchError(*problems)
+
+    def _problems(self) -> list[str]:
+        problems, lines = list[str](), dict[str, int]()
+        for number, place, line in _lines(self._file):
+            try:
+                request, model = _checked(line)
+            except ValueError as error:
+                problems.append(f"{self.path}, line {number}: {error}")
+            else:
+                before = lines.setdefault(request.custom_id, number)
+                if before != number:
+                    name = printable(request.custom_id)
+                    problems.append(f"{self.path}, line {number}: line {before} has the custom_id {name} too")
+                self.places[request.custom_id] = place
+                self.models |= {model} if model else set()
+            if len(problems) == PROBLEMS_MAX:
+                return [*problems, f"{self.path}: the lines below were not checked"]
+        if not lines and not problems:
+            problems.append(f"{self.path} has no requests")
+        return problems
+
+    def at(self, place: int) -> BatchRequest:
+        """Returns the request at a position. Raises BatchError if the file was changed after its check."""
+        self._file.seek(place)
+        try:
+            return _checked(self._file.readline())[0]
+        except ValueError:
+            raise BatchError(f"{self.path} was changed while it was sent; run the command again") from None
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
+    """Yields number, position and bytes of each line that is not blank."""
+    place = 0
+    for number, line in enumerate(iter(lambda: file.readline(LINE_BYTES_MAX + 1), b""), 1):
+        if line.strip():
+            yield number, place, line
+        if len(line) > LINE_BYTES_MAX:
+            return
+        place += len(line)
+
+
+def _checked(line: bytes) -> tuple[BatchRequest, str | None]:
+    """Returns the request of a line, and its model. Raises ValueError."""
+    if len(line) > LINE_BYTES_MAX:
+        raise ValueError(f"is longer than {LINE_BYTES_MAX >> 20} MB")
+    try:
+        request = _REQUEST.decode(line)
+    except msgspec.ValidationError:
+        raise
+    except msgspec.DecodeError as error:
+        raise ValueError(f"is no JSON: {error}") from None
+    if request.method != "POST":
+        raise ValueError(f"the method is {printable(request.method)}, and should be POST")
+    if request.url not in ENDPOINTS:
+        raise ValueError(f"the url {printable(request.url)} is none of {', '.join(ENDPOINTS)}")
+    body = _BODY.decode(request.body)
+    if body.stream:
+        raise ValueError("`stream` should be false in a batch")
+    return request, body.model

@@ -1,0 +1,222 @@
+"""Sends the requests of a batch, and sends refused and failed ones again."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import aiohttp
+import msgspec
+from yarl import URL
+
+from llmproxy.tools.batch import window as pauses
+from llmproxy.tools.batch.requests import BatchError, BatchRequest, RequestFile
+from llmproxy.tools.batch.results import Failure, Response, Result, ResultFile
+from llmproxy.tools.batch.tally import Tally
+from llmproxy.tools.batch.window import Window, pause_s, retry_after_s
+from llmproxy.tools.terminal import printable
+from llmproxy.tools.top.ask import cause
+
+AGAIN = frozenset({408, 409, 429, 500, 502, 503, 504})
+NO_KEY = frozenset({401, 403})
+SYNC_S = 1.0
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+_MODELS = msgspec.json.Decoder(_Models)
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """An attempt to send a request. `trouble` is empty if its response is the result."""
+
+    response: Response | None
+    trouble: str = ""
+    retry_after_s: float | None = None
+
+
+class Sender:
+    """Sends the requests of a batch, as many at once as its window allows."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        url: URL,
+        requests: RequestFile,
+        results: ResultFile,
+        window: Window,
+        tally: Tally,
+        attempts: int,
+    ) -> None:
+        self._session = session
+        self._url = url
+        self._requests = requests
+        self._results = results
+        self._attempts = attempts
+        self._stopping = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._resume_s = 0.0
+        self.window = window
+        self.tally = tally
+        self.reason = ""
+        """The reason why the batch was stopped."""
+
+    def stop(self, reason: str) -> None:
+        """Sends nothing more. Open requests may end."""
+        self.reason = self.reason or reason
+        self._stopping.set()
+        self._changed.set()
+
+    async def check(self) -> None:
+        """Raises BatchError if no server of OpenAI's API answers here to this key, or lacks a model of the batch."""
+        try:
+            async with self._session.get(self._url / "v1/models") as answer:
+                status, body = answer.status, await answer.read()
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise BatchError(f"{self._url} is not reachable: {printable(cause(error))}") from None
+        if status in NO_KEY:
+            raise BatchError(f"{self._url} refuses the key (--api-key): {_message(body)}")
+        try:
+            known = {model.id for model in _MODELS.decode(body).data} if status == 200 else None
+        except ValueError:
+            known = None
+        if known is None:
+            raise BatchError(f"{self._url} gives no list of models: /v1/models answers {status}: {_message(body)}")
+        if unknown := sorted(self._requests.models - known):
+            names = printable(", ".join(unknown)), printable(", ".join(sorted(known)))
+            raise BatchError(f"{self._url} does not have the models of the batch: {names[0]}; it has {names[1]}")
+
+    async def run(self, places: Iterable[int]) -> None:
+        """Sends the requests at these places. Raises BatchError if results cannot be written."""
+        async with asyncio.TaskGroup() as outer:
+            syncing = outer.create_task(self._sync())
+            async with asyncio.TaskGroup() as group:
+                for place in places:
+                    while not (self.window.takes_line or self._stopping.is_set()):
+                        self._changed.clear()
+                        await self._changed.wait()
+                    if self._stopping.is_set():
+                        break
+                    self.window.lines += 1
+                    group.create_task(self._answer(place)).add_done_callback(self._ended)
+            syncing.cancel()
+
+    async def _sync(self) -> None:
+        while True:
+            await asyncio.sleep(SYNC_S)
+            await asyncio.to_thread(self._results.sync)
+
+    def _ended(self, _: object) -> None:
+        self.window.lines -= 1
+        self._changed.set()
+
+    async def _answer(self, place: int) -> None:
+        """Sends a request until it has a result, or the batch is stopped."""
+        request = self._requests.at(place)
+        done_before, failures = self.tally.done, 0
+        while await self._turn():
+            try:
+                attempt = await self._attempt(request)
+            finally:
+                self.window.sending -= 1
+                self._changed.set()
+            if not attempt.trouble:
+                self._write(Result(request.custom_id, attempt.response))
+                return
+            self.tally.trouble = attempt.trouble
+            status = attempt.response.status_code if attempt.response else 0
+            if status in NO_KEY:
+                self.stop(f"{self._url} refuses the key: {attempt.trouble}")
+                return
+            if status == 429 and attempt.retry_after_s is not None:
+                continue  # Nothing was computed, and the proxy says when there will be room.
+            failures += 1
+            if failures < self._attempts:
+                done_before = self.tally.done
+                await self._pause(pause_s(failures) * random.uniform(0.5, 1.0))
+            elif self.tally.done == done_before:
+                self.stop(f"{self._url} answers no request: {attempt.trouble}")
+            else:
+                message = f"{failures} attempts failed, the last with {attempt.trouble}"
+                self._write(Result(request.custom_id, attempt.response, Failure("attempts_failed", message)))
+                return
+
+    def _write(self, result: Result) -> None:
+        self._results.append(result)
+        self.tally.count(result)
+
+    async def _turn(self) -> bool:
+        """Waits for room, and as long as the server asks. Returns False if the batch is stopped."""
+        while not self._stopping.is_set():
+            left_s = self._resume_s - time.monotonic()
+            if left_s > 0:
+                await self._pause(left_s)
+            elif self.window.has_room:
+                self.window.sending += 1
+                return True
+            else:
+                self._changed.clear()
+                await self._changed.wait()
+        return False
+
+    async def _pause(self, seconds: float) -> None:
+        """Waits, but not longer than until the batch is stopped."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._stopping.wait()
+
+    async def _attempt(self, request: BatchRequest) -> _Attempt:
+        sent_s = time.monotonic()
+        try:
+            url = self._url.with_path(request.url)
+            async with self._session.post(url, data=bytes(request.body)) as answer:
+                status, headers, body = answer.status, answer.headers, await answer.read()
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            self.window.refused(sent_s, time.monotonic())
+            return _Attempt(None, printable(cause(error)))
+        now = time.monotonic()
+        response = Response(status, headers.get("x-request-id", ""), _on_one_line(body))
+        again = status in AGAIN and headers.get("x-should-retry") != "false"
+        if not again and status not in NO_KEY:
+            self.window.answered(_wait_s(headers.get("x-llmproxy-queue-ms")))
+            return _Attempt(response)
+        self.window.refused(sent_s, now)
+        retry_s = retry_after_s(headers.get("retry-after")) if status in (429, 503) else None
+        if retry_s is not None:
+            self._resume_s = max(self._resume_s, now + max(retry_s, pauses.PAUSE_S))
+        return _Attempt(response, f"{status}: {_message(body)}", retry_s)
+
+
+def _wait_s(queue_ms: str | None) -> float:
+    try:
+        return float(queue_ms or "") / 1e3
+    except ValueError:
+        return 0.0
+
+
+def _on_one_line(body: bytes) -> msgspec.Raw:
+    """Returns JSON as it is, without white space; any other text as a JSON string."""
+    text = body.decode(errors="replace")
+    try:
+        return msgspec.Raw(msgspec.json.format(text, indent=-1).encode())
+    except ValueError:
+        return msgspec.Raw(msgspec.json.encode(text))
+
+
+def _message(body: bytes) -> str:
+    """Returns the message of an error answer."""
+    try:
+        return printable(str(msgspec.json.decode(body)["error"]["message"]))
+    except (ValueError, TypeError, LookupError):
+        return printable(body[:200].decode(errors="replace"))
