@@ -403,6 +403,8 @@ def batch(
     from llmproxy.tools.batch import BatchError, Options, run
     from llmproxy.tools.top import AskError, ProxyAddress
 
+    if given.pop("while_idle"):
+        given["criticality"] = "idle"
     given["out"] = given["out"] or file.with_name(f"{file.name.removesuffix('.jsonl')}.results.jsonl")
     try:
         options = Options(file, proxy=ProxyAddress.parsed(given.pop("url"), given.pop("api_key")), **given)

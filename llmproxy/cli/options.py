@@ -44,6 +44,7 @@ BATCH: Options = {
         None,
     ),
     "criticality": (_option(str, metavar="BAND", help="The band, or the name of an objective."), "sheddable"),
+    "while_idle": (_option(bool, "--while-idle", help="Use the band idle: only replicas without work."), False),
     "attempts": (_option(int, min=1, help="Most attempts for each request, except for those refused with 429."), 6),
 }
 REPLICA: Options = {

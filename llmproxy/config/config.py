@@ -67,7 +67,7 @@ from llmproxy.config.value_types import (
     one_of,
 )
 from llmproxy.core.backends.catalogue import ANY
-from llmproxy.core.domain import BAND_NAMES, CRITICAL, DEFAULT, SHEDDABLE
+from llmproxy.core.domain import BAND_NAMES, CRITICAL, DEFAULT, IDLE, SHEDDABLE
 
 CEILINGS: Mapping[int, float] = {BAND_NAMES[name]: ceiling for name, ceiling in SchedulingConfig().ceilings.items()}
 """The ceilings of bands that the configuration does not name."""
@@ -372,7 +372,7 @@ class Config(Section):
     def band_names(self) -> dict[int, str]:
         """Maps each named band to its name in logs and metrics."""
         names = {level: name for name, level in self.bands.items()}
-        return names | {CRITICAL: "critical", DEFAULT: "default", SHEDDABLE: "sheddable"}
+        return names | {CRITICAL: "critical", DEFAULT: "default", SHEDDABLE: "sheddable", IDLE: "idle"}
 
     def ceilings(self) -> dict[int, float]:
         """Maps each band to its ceiling. Bands without a configured ceiling get the default."""

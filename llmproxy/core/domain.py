@@ -16,7 +16,14 @@ from msgspec import Struct, field
 CRITICAL = 100
 DEFAULT = 0
 SHEDDABLE = -100
-BAND_NAMES: Mapping[str, int] = {"critical": CRITICAL, "default": DEFAULT, "standard": DEFAULT, "sheddable": SHEDDABLE}
+IDLE = -200
+BAND_NAMES: Mapping[str, int] = {
+    "critical": CRITICAL,
+    "default": DEFAULT,
+    "standard": DEFAULT,
+    "sheddable": SHEDDABLE,
+    "idle": IDLE,
+}
 
 
 class Outcome(StrEnum):

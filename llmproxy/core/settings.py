@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from llmproxy.core.domain import Role
+from llmproxy.core.domain import IDLE, Role
 from llmproxy.core.scaling.groups import Group
 
+IDLE_CEILING = 0.01
+"""Under this ceiling, only a backend without any request takes a request of the band `idle`."""
 BELOW_HIGHEST = 0.99
 """Maximum ceiling of a lower band, as a share of the highest band's ceiling, because a KV cache is never quite full."""
 
@@ -158,5 +160,7 @@ class Settings:
     def ceiling(self, band: int) -> float:
         """Returns the saturation (0..1] at which `band` waits."""
         below = [b for b in self.ceilings if b <= band]
+        if self.ceilings and not below and band <= IDLE:
+            return IDLE_CEILING
         chosen = max(below) if below else min(self.ceilings, default=None)
         return 1.0 if chosen is None else self.ceilings[chosen]

@@ -393,7 +393,7 @@ def test_bands_have_names_and_integers(write: Any) -> None:
     assert [config.band(word) for word in ("Critical", "default", "standard", "sheddable", "urgent", 3, None)] == [
         *(100, 0, 0, -100, 50, 3, 0)
     ]
-    with pytest.raises(ValueError, match="known: critical, default, standard, sheddable, urgent"):
+    with pytest.raises(ValueError, match="known: critical, default, standard, sheddable, idle, urgent"):
         config.band("batch")
 
 

@@ -5,13 +5,23 @@ from dataclasses import replace
 import pytest
 
 from llmproxy.core.backends.batch_limit import slots_under
-from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE
+from llmproxy.core.domain import CRITICAL, DEFAULT, IDLE, SHEDDABLE
 from tests.core.make import DEFAULTS
 
 
 @pytest.mark.parametrize(
     ("band", "ceiling"),
-    [(CRITICAL, 1.0), (DEFAULT, 0.95), (SHEDDABLE, 0.85), (50, 0.95), (1000, 1.0), (-50, 0.85), (-1000, 0.85)],
+    [
+        (CRITICAL, 1.0),
+        (DEFAULT, 0.95),
+        (SHEDDABLE, 0.85),
+        (50, 0.95),
+        (1000, 1.0),
+        (-50, 0.85),
+        (-150, 0.85),
+        (IDLE, 0.01),
+        (-1000, 0.01),
+    ],
 )
 def test_band_without_a_ceiling_has_the_ceiling_of_the_next_lower_band(band: int, ceiling: float) -> None:
     assert DEFAULTS.ceiling(band) == ceiling

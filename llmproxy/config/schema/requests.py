@@ -171,7 +171,8 @@ class SchedulingConfig(Section):
     fairness_cost: Annotated[str, named_in(charges.names, kv_seconds="tokens"), idle.FAIRNESS_COST] = "tokens"
     """Cost that fair_share divides: tokens or requests."""
     ceilings: dict[str, Fraction] = Field(default={"critical": 1.0, "default": 0.95, "sheddable": 0.85})
-    """Saturation (above 0, at most 1) from which a band waits. Other bands: the ceiling of the next lower band."""
+    """Saturation (above 0, at most 1) from which a band waits. Other bands: the ceiling of the next lower band; idle
+    and below: 0.01."""
     headroom_s: Annotated[Number, Field(ge=0)] = 60.0
     """Time after a request for which its band keeps a slot or more free of lower bands. 0: none."""
     min_shares: dict[str, Annotated[Number, Field(ge=0, le=1)]] = Field(default={}, examples=[{"sheddable": 0.05}])

@@ -9,7 +9,7 @@ from math import inf
 from msgspec.structs import replace
 
 from llmproxy.core.backends.view import View
-from llmproxy.core.domain import DEFAULT
+from llmproxy.core.domain import DEFAULT, IDLE
 from llmproxy.core.settings import BELOW_HIGHEST, Settings
 
 
@@ -63,6 +63,8 @@ class Headroom:
         if ceiling is None:
             ceiling = self._own[band] = self._settings.ceiling(band)
         above = self._next_above(band, now) if band < self._most else None
+        if above is not None and band <= IDLE:
+            return ceiling  # Slots of unused bands are not idle while a higher band is in use.
         # A band without a configured ceiling has the ceiling of the next level below it.
         end = len(self._levels) if above is None else bisect_right(self._levels, above) - 1
         for level in self._levels[bisect_right(self._levels, band) : end]:

@@ -1,4 +1,4 @@
-"""The command `batch`: checks its files, sends, shows its progress, and says what is left."""
+"""The command `batch`: checks its files, sends, shows its progress, and reports the rest."""
 
 from __future__ import annotations
 

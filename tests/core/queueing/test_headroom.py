@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmproxy.core.backends.batch_limit import RESERVE_FROM, slots_under
-from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Grant, Verdict
+from llmproxy.core.domain import CRITICAL, DEFAULT, IDLE, SHEDDABLE, Grant, Verdict
 from llmproxy.core.lease_events import Returned
 from llmproxy.core.queueing.headroom import Headroom
 from tests.core.make import DEFAULTS, only_grant, pools, request, submit, tight
@@ -34,6 +34,14 @@ def test_a_band_waits_for_the_next_one_above_it_that_is_in_use(used: int, ceilin
     headroom = Headroom(DEFAULTS)
     headroom.used(used, 5.0)
     assert [headroom.ceiling(band, 5.0) for band in (CRITICAL, DEFAULT, SHEDDABLE)] == ceilings
+
+
+@pytest.mark.parametrize(("used", "ceiling"), [(CRITICAL, 0.01), (DEFAULT, 0.01), (SHEDDABLE, 0.01), (IDLE, 1.0)])
+def test_idle_requests_use_no_slots_of_other_bands_until_nobody_else_is_there(used: int, ceiling: float) -> None:
+    headroom = Headroom(replace(DEFAULTS, headroom_s=10.0))
+    headroom.used(used, 0.0)
+    assert headroom.ceiling(IDLE, 9.0) == ceiling
+    assert headroom.ceiling(IDLE, 10.0) == 1.0
 
 
 def test_a_band_is_in_use_for_a_while_after_its_last_request() -> None:
