@@ -35,7 +35,7 @@ from llmproxy.gateway.proxying.stream_relay import (
     ProgressReports,
     ResponseRelay,
     StreamRelay,
-    check_lease,
+    check_cut,
     event_fields,
     is_encoded,
     is_event_stream,
@@ -149,7 +149,8 @@ class Relay:
             if lease.revoked and not (attempt.committed and arrived):
                 call.cut()
             elif not attempt.committed:
-                if lease.hung or lease.preempted:
+                # The last attempt at the rest of a stream waits, because the stream would break.
+                if lease.preempted or (lease.hung and (lease.movable or call.rest_of is None)):
                     call.cut()
             elif lease.hung and call.holds and not arrived and (moving is None or moving.done()):
                 moving = spawned(move(), "move a stream")
@@ -165,7 +166,7 @@ class Relay:
             with call:
                 lease.on_cut = cut
                 if lease.revoked or lease.hung or lease.preempted:
-                    call.cut()
+                    cut()
                 if call.released and call.connector is None:
                     until_s = call.now() + DECODE_GRACE_S
                     await shield_for(connected(), lambda: 0.0 if call.expired else until_s - call.now())
@@ -232,14 +233,14 @@ class Relay:
             return
         first = await exchange.chunk()
         call.head = first[:4096]
-        check_lease(lease)
+        check_cut(call)
         lease.apply(Started(lease.grant.lease), call.now())
         more = not exchange.ended
         if more:
             call.streaming(call.now())
             if call.holds:
                 first = await _held(first, call, exchange)
-                check_lease(lease)
+                check_cut(call)
                 more = not exchange.ended
         if call.holds and ABORT in first and not more and ABORTED.search(first):
             # The client gets this part of an answer if no other backend answers.

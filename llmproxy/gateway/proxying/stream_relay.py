@@ -115,7 +115,7 @@ class StreamRelay(ResponseRelay):
             self._begin()
 
     def _begin(self) -> None:
-        check_lease(self._lease)
+        check_cut(self._call)
         attempt, exchange, now = self._attempt, self._exchange, self._call.now()
         self._lease.apply(Committed(self._lease.grant.lease), now)
         attempt.enter(AttemptState.STREAMING)
@@ -220,12 +220,12 @@ def is_event_stream(exchange: Exchange) -> bool:
     return False
 
 
-def check_lease(lease: Lease) -> None:
-    """Raise TimeoutError if the lease was cut in the loop iteration in which the first byte came.
+def check_cut(call: Call) -> None:
+    """Raise TimeoutError if the call was cut in the loop iteration in which the first byte came.
 
     The timer that ends the attempt is set already, and must not expire after the answer to the client has begun.
     """
-    if lease.preempted or lease.revoked or lease.hung:
+    if call.was_cut:
         raise TimeoutError
 
 

@@ -284,6 +284,29 @@ async def test_a_frozen_replica_keeps_the_streams_that_cannot_go_on_elsewhere() 
             assert fault_in(found.text) is None
 
 
+@pytest.mark.slow
+async def test_the_rest_of_a_stream_waits_for_a_second_replica_that_hangs() -> None:
+    settings: dict[str, Any] = {
+        "scheduling": {"placement": "round_robin"},
+        "health": {"hung_s": 0.5, "ejected_ratio_max": 1.0},
+    }
+    body = CHAT_BODY | {"max_tokens": 330}
+    async with (
+        serving(*[replace(NUMBERED, speed=0.2)] * 3, **settings) as proxy,
+        proxy.stream() as works,
+        proxy.stream(body) as answer,
+    ):
+        first = answer.headers["x-llmproxy-backend"]
+        [second] = {"b0", "b1", "b2"} - {works.headers["x-llmproxy-backend"], first}
+        for name in (first, second):
+            proxy.replica(name).faults.set("frozen")
+        await until(lambda: proxy.app.pools.backends[second].health.ejected)
+        await asyncio.sleep(0.1)
+        proxy.replica(second).faults.clear()
+        found = Read((await all_of(answer)).split(b"\n\n"))
+        assert (found.errors, found.ends, len(found.comments), fault_in(found.text)) == ([], ["length"], 1, None)
+
+
 @pytest.mark.parametrize(("fault", "planned"), [("hang", True), ("refuse", False), ("refuse", True)])
 async def test_a_stream_goes_on_after_each_planned_end(fault: str, planned: bool) -> None:
     """A closed port with open connections, or a drain before the reset, shows that the end is planned."""

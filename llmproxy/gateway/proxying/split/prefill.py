@@ -9,7 +9,7 @@ from llmproxy.core.kv_connectors import KvConnector, NotHandedOver
 from llmproxy.core.lease_events import Started
 from llmproxy.gateway.proxying.call import Call
 from llmproxy.gateway.proxying.split.stages import fail_handover
-from llmproxy.gateway.proxying.stream_relay import BUFFERED_BYTES_MAX, TAIL_BYTES, check_lease, read_answer
+from llmproxy.gateway.proxying.stream_relay import BUFFERED_BYTES_MAX, TAIL_BYTES, check_cut, read_answer
 from llmproxy.scheduling.attempt import Attempt, AttemptState
 from llmproxy.scheduling.lease import Lease
 from llmproxy.upstream.port import Exchange
@@ -22,7 +22,7 @@ async def take_prefill(attempt: Attempt, lease: Lease, exchange: Exchange, call:
     bytes_max = BUFFERED_BYTES_MAX + sum(map(len, call.body))
     body = await read_answer(exchange, bytes_max)
     call.tail = body[-TAIL_BYTES:]
-    check_lease(lease)
+    check_cut(call)
     lease.apply(Started(lease.grant.lease), asyncio.get_running_loop().time())
     try:
         if len(body) > bytes_max:
