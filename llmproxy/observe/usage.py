@@ -83,6 +83,7 @@ class Usage:
         self._folder, self._process, self._zone, self._clock = folder, process, zone, clock
         self.zone = zone.key
         self._today = self.today()
+        self._day_ends_s = clock() + self.day_left_s()
         self._lines: dict[Who, Line] = {}
         self._entries = 0
         # The use of this process on the ended days of the month, and the days whose use is not in their file yet.
@@ -106,8 +107,8 @@ class Usage:
         """Counts a finished request that reached a backend."""
         if not ended.attempts:
             return
-        if (today := self.today()) > self._today:
-            self._end_day(today)
+        if self._clock() >= self._day_ends_s:
+            self._end_day()
         last = ended.last
         used = Used(1, last.prompt_tokens or 0, last.cached_tokens or 0, last.output_tokens or 0)
         line = self._lines.get((ended.tenant, ended.key or ""))
@@ -121,10 +122,12 @@ class Usage:
         line.models[model].add(used)
         self._unwritten.add(self._today)
 
-    def _end_day(self, today: str) -> None:
+    def _end_day(self) -> None:
+        today = self.today()
         self._earlier += self._lines.values()
         self._earlier = [line for line in self._earlier if line.day[:7] == today[:7] or line.day in self._unwritten]
         self._today, self._lines, self._entries = today, {}, 0
+        self._day_ends_s = self._clock() + self.day_left_s()
 
     # --- sums ---------------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,8 @@ from tests.upstream.raw_server import Peer
 
 TOKEN = b'data: {"id":"x","choices":[{"index":0,"delta":{"content":"a"}}]}\n\n'
 USAGE = b'data: {"id":"x","choices":[],"usage":{"prompt_tokens":1,"completion_tokens":1}}\n\n'
+END = b"\n\ndata: [DONE]\n\n"
+"""A stream without an end is continued elsewhere. The blank line ends the piece before it."""
 PIECES = st.lists(st.sampled_from([TOKEN, USAGE, b": x\n\n", b"data: [DONE]\n\n"]) | st.binary(max_size=40), max_size=8)
 SIZES = st.lists(st.integers(1, 90), min_size=1, max_size=6)
 EXTENSIONS = st.sampled_from([b"", b";a=b", b';a="b"'])
@@ -71,7 +73,7 @@ def test_a_chunked_answer_passes_whole(
     rig: Rig, pieces: list[bytes], chunks: list[int], packets: list[int], extension: bytes, stream: bool
 ) -> None:
     # The proxy holds back a first event that is an error, so the first event here is none.
-    data = (TOKEN if stream else b"{}") + b"".join(pieces)
+    data = TOKEN + b"".join(pieces) + END if stream else b"{}" + b"".join(pieces)
     kind = b"text/event-stream" if stream else b"application/json"
     wire = b"HTTP/1.1 200 OK\r\ncontent-type: " + kind + b"\r\ntransfer-encoding: chunked\r\n\r\n"
     wire += b"".join(b"%x%s\r\n%s\r\n" % (len(piece), extension, piece) for piece in cut(data, chunks)) + b"0\r\n\r\n"

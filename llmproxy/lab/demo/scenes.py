@@ -53,7 +53,7 @@ NOISY = Scene(
     (Source("default", "noisy", 14.0),),
 )  # fmt: skip
 SLOW = Scene("s", "slow", 20.0, "{victim} is 8 times slower: it gets less, or is ejected")
-KILL = Scene("k", "kill", 8.0, "{victim} was killed: its requests are retried, its streams go on at another replica")
+KILL = Scene("k", "kill", 8.0, "{victim} was killed: its requests are retried, its streams continued")
 ADAPTER = Scene(
     "a", "adapter", 15.0, "a new adapter is loaded on all replicas, and asked for",
     (Source("default", "globex", 4.0, (NEW_ADAPTER,)),),
