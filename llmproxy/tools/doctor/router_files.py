@@ -105,12 +105,13 @@ def _flags_as_keys(flags: Flags, document: Document) -> Carried:
 # --- nginx ------------------------------------------------------------------------------------------------------------
 
 UPSTREAM = re.compile(r"\bupstream\s+([\w.-]+)\s*\{([^{}]*)\}")
+BY_HTTPS = re.compile(r"\b(?:proxy|grpc)_pass\s+https://([\w.-]+)")
 
 
 def _nginx(text: str, blocks: list[tuple[str, str]]) -> Carried:
-    found = Carried("nginx")
+    found, by_https = Carried("nginx"), set(BY_HTTPS.findall(text))
     for upstream, block in blocks:
-        scheme = "https" if re.search(rf"\b(proxy|grpc)_pass\s+https://{re.escape(upstream)}\b", text) else "http"
+        scheme = "https" if upstream in by_https else "http"
         for directive in filter(None, map(str.split, block.split(";"))):
             written = " ".join(directive)
             if directive[0] == "server" and len(directive) > 1:

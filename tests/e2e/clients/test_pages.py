@@ -147,7 +147,7 @@ async def test_metrics_can_be_scraped(proxy: ProxyUnderTest) -> None:
         in_flight = {s.labels["backend"]: s.value for s in families["llmproxy_in_flight_requests"].samples}
         assert sorted(in_flight.values()) == [0, 1]
         queued = {s.labels["band"]: s.value for s in families["llmproxy_queued_requests"].samples}
-        assert queued == {"critical": 0, "default": 0, "sheddable": 0}
+        assert queued == {"critical": 0, "default": 0, "sheddable": 0, "idle": 0}
         ended = {(s.labels["outcome"], s.labels["model"]): s.value for s in families["llmproxy_requests"].samples}
         assert ended == {("completed", "base"): 1, ("unknown_model", "unknown"): 1}, "clients make no labels"
     await proxy.settled()

@@ -61,7 +61,7 @@ async def test_the_state_of_this_second(log: io.StringIO, proxy: ProxyUnderTest)
     assert response.headers["cache-control"] == "no-store"
     assert live["summary"] == {"level": "ok", "text": "Healthy: 2 of 2 replicas up, nothing waits."}
     assert live["minute"]["completed"] == 3
-    assert [band["band"] for band in live["bands"]] == ["critical", "default", "sheddable"]
+    assert [band["band"] for band in live["bands"]] == ["critical", "default", "sheddable", "idle"]
     assert live["bands"][1]["ended"]["completed"] == 3
     assert live["bands"][1]["wait_s"]["p99"] is not None
     assert {one["backend"]: one["state"] for one in live["backends"]} == {"b0": "up", "b1": "up"}
