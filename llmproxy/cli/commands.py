@@ -406,6 +406,8 @@ def batch(
     if given.pop("while_idle"):
         given["criticality"] = "idle"
     given["out"] = given["out"] or file.with_name(f"{file.name.removesuffix('.jsonl')}.results.jsonl")
+    if file.exists() and given["out"].exists() and file.samefile(given["out"]):
+        fail([f"llmproxy batch: {file} has the requests; name another file with --out"])
     try:
         options = Options(file, proxy=ProxyAddress.parsed(given.pop("url"), given.pop("api_key")), **given)
         raise typer.Exit(asyncio.run(run(options)))

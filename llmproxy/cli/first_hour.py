@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,8 +38,8 @@ def doctor(
         backends: list[BackendConfig] = []
         for target in targets:
             found, key = _backends_of(target)
-            backends += found
-            api_key = api_key or key
+            # The key of a file is for its own servers.
+            backends += [one.model_copy(update={"api_key": one.api_key or key}) for one in found]
         replicas = asyncio.run(look_at([one for one in backends if not one.looked_up], api_key))
     except ConfigError as error:
         fail(error.problems)
@@ -48,7 +49,7 @@ def doctor(
 
 def _backends_of(target: str) -> tuple[Sequence[BackendConfig], str | None]:
     """Returns the backends that a URL or a file names, and the key of the file. Raises ConfigError."""
-    if "://" in target or not Path(target).exists():
+    if "://" in target or not os.path.exists(target):  # noqa: PTH110 - it takes any text
         return load(None, from_flags({}, [target])).backends, None
     config = load(Path(target))
     found = (*config.backends, *(load_backends(config.discovery.file) if config.discovery.file is not None else ()))

@@ -170,7 +170,8 @@ class Usage:
         """Gives the budgets the current day, and the use of this day by all processes."""
         await asyncio.to_thread(self.read_others)
         now = asyncio.get_running_loop().time()
-        days.begin(self.today(), now + self.day_left_s(), now)
+        if not days.begin(self.today(), now + self.day_left_s(), now):
+            return
         used = of_limits(self.of_today())
         days.restore({(name, REQUESTS): float(one.requests) for name, one in used.items()})
         days.restore({(name, TOKENS): float(one.tokens) for name, one in used.items()})

@@ -465,3 +465,11 @@ def test_demo_starts_nothing_when_its_port_is_taken(monkeypatch: pytest.MonkeyPa
     assert f"llmproxy demo: port {port} cannot be used (address already in use); try another one with --port" in (
         result.stderr
     )
+
+
+def test_a_batch_does_not_write_into_its_own_requests(tmp_path: Path) -> None:
+    file = tmp_path / "requests.jsonl"
+    file.write_text("{}")
+    result = CliRunner().invoke(cli.app, ["batch", str(file), "--out", str(file)])
+    assert (result.exit_code, file.read_text()) == (2, "{}")
+    assert "has the requests; name another file with --out" in result.output

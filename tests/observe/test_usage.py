@@ -163,5 +163,18 @@ async def test_budgets_begin_with_the_use_of_the_day(tmp_path: Path) -> None:
     assert days.left("model:m", now) == (2.0, None)
 
 
+async def test_a_clock_that_is_set_back_loads_no_use_of_the_day_before(tmp_path: Path) -> None:
+    clock = Clock("2026-11-28T23:59")
+    usage, days = ledger(tmp_path, clock), DayBudgets({"tenant:acme": UsageLimit(tokens_per_day=100)})
+    await usage.begin_day(days)
+    usage.record(ended(tokens=89))
+    clock.now_s += 60.0
+    for step_s in (-90.0, 90.0):
+        await usage.begin_day(days)
+        clock.now_s += step_s
+    await usage.begin_day(days)
+    assert days.left("tenant:acme", asyncio.get_running_loop().time()) == (None, 100.0)
+
+
 def test_names_of_files_are_safe() -> None:
     assert process_name("../../a b", 7.9).startswith("______a_b-")

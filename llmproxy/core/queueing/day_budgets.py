@@ -36,19 +36,21 @@ class DayBudgets:
         """Applies new limits. The use of the day still counts."""
         self._limits = _daily(limits)
 
-    def begin(self, day: str, ends_s: float, now: float) -> None:
-        """Begins a day, or corrects the end of the current one. A day that sorts before the current one is ignored.
+    def begin(self, day: str, ends_s: float, now: float) -> bool:
+        """Begins a day, or corrects the end of the current one. Returns False for a day that sorts before the current
+        one, which is ignored.
 
         Args:
             day: A name such as `2026-11-28`. Names sort as days do.
             ends_s: The end of the day, on the clock of `now`.
         """
         if day < self._day:
-            return
+            return False
         if day > self._day and self._day and not self._unnamed:
             self._used.clear()
         self._day, self._ends_s, self._unnamed = day, ends_s, False
         self._roll(now)
+        return True
 
     def _roll(self, now: float) -> None:
         while now >= self._ends_s:
@@ -77,8 +79,10 @@ class DayBudgets:
             requests_left, tokens_left = self.left(name, now)
             if requests_left is not None and requests_left < 1.0:
                 raise self._used_up(name, REQUESTS, self._limits[name].requests_per_day, now)
-            if tokens_left is not None and tokens_left < tokens:
-                raise self._used_up(name, TOKENS, self._limits[name].tokens_per_day, now, tokens_left, tokens)
+            per_day = self._limits[name].tokens_per_day
+            # A request that is larger than the whole budget needs a day of its own, as with a rate.
+            if tokens_left is not None and per_day is not None and tokens_left < min(tokens, per_day):
+                raise self._used_up(name, TOKENS, per_day, now, tokens_left, tokens)
         self._requests[request.id] = names, tokens
         self._reserve(names, tokens)
         for name in names:

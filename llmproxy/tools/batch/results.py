@@ -42,6 +42,8 @@ class Result(msgspec.Struct):
 
 
 _RESULT = msgspec.json.Decoder(Result)
+BEGIN = b'{"custom_id":'
+"""The beginning of each line."""
 
 
 class ResultFile:
@@ -66,20 +68,20 @@ class ResultFile:
 
     def results(self) -> Iterator[Result]:
         """Yields the results of earlier runs, and cuts a torn last line. Raises BatchError for another broken line."""
-        whole_bytes, torn = 0, ""
+        whole_bytes = 0
         with self.path.open("rb") as file:
             for number, line in enumerate(file, 1):
-                if torn:
-                    raise BatchError(f"{self.path}, {torn}; choose another --out")
+                # Only the beginning of a result is cut, because the user may have named another file. A crash of the
+                # machine may leave zeros.
+                begun = line.rstrip(b"\0")[: len(BEGIN)]
+                if not line.endswith(b"\n") and begun == BEGIN[: len(begun)]:
+                    break
                 try:
-                    if not line.endswith(b"\n"):
-                        raise ValueError("has no end")
                     result = _RESULT.decode(line)
-                except ValueError as error:
-                    torn = f"line {number}: {error}"
-                else:
-                    whole_bytes += len(line)
-                    yield result
+                except (ValueError, RecursionError) as error:
+                    raise BatchError(f"{self.path}, line {number}: {error}; choose another --out") from None
+                whole_bytes += len(line)
+                yield result
         os.ftruncate(self._fd, whole_bytes)
 
     def append(self, result: Result) -> None:

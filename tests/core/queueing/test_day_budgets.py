@@ -132,3 +132,9 @@ def test_admitted_requests_never_expect_more_than_the_budget(walk: list[tuple[in
             days.ended(gone)
             used += real
     assert days.left(TENANT, 0.0) == (None, max(0.0, 200.0 - used - sum(map(expected, in_flight))))
+
+
+def test_a_request_above_the_whole_budget_needs_a_day_of_its_own() -> None:
+    days = budgets(tokens_per_day=50)
+    days.admit(theirs(id="a"), 0.0)
+    refused(days, theirs(id="b", prompt_tokens=1, output_tokens=0), 0.0)

@@ -104,7 +104,8 @@ def test_a_kill_at_any_byte_loses_and_repeats_no_answer(tmp_path: Path) -> None:
 
 
 def test_zeros_at_the_end_are_cut(tmp_path: Path) -> None:
-    path = write(tmp_path / "r.jsonl", [msgspec.json.encode(result("a")).decode(), "\x00" * 50])
+    path = tmp_path / "r.jsonl"
+    path.write_bytes(msgspec.json.encode(result("a")) + b"\n" + bytes(50))
     assert names(path) == ["a"]
     assert path.read_text().count("\n") == 1
 
@@ -140,3 +141,12 @@ def test_a_full_disk_leaves_no_half_line(tmp_path: Path, taken: int | None) -> N
         file.append(result("b"))
     file.close()
     assert [json.loads(one)["custom_id"] for one in file.path.read_text().splitlines()] == ["a"]
+
+
+@pytest.mark.parametrize("content", ['{"my":"precious"}', '{"my":"precious"}\n', "text"])
+def test_a_file_without_results_stays_as_it_is(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(content)
+    with pytest.raises(BatchError, match="choose another --out"):
+        names(path)
+    assert path.read_text() == content
