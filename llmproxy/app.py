@@ -68,10 +68,8 @@ from llmproxy.upstream.client import HttpUpstream
 from llmproxy.upstream.endpoints import Endpoints
 from llmproxy.upstream.tls import peers_tls
 
-CONFIGURED = "config"
-"""The name of the configuration as a source of backends."""
-OBJECTS_S = 2.0
-"""How long the start waits for objects of Kubernetes."""
+CONFIGURED = "config"  # The name of the configuration as a source of backends.
+OBJECTS_S = 2.0  # How long the start waits for objects of Kubernetes.
 
 
 @dataclass(slots=True)
@@ -81,24 +79,19 @@ class Proxy:
     gateway: Gateway
     pools: Pools
     dispatcher: Dispatcher
-    leasing: Dispatcher | ClusterLeasing
-    """Grants leases to requests of clients; in a cluster, through the leader."""
+    leasing: Dispatcher | ClusterLeasing  # Grants leases to requests of clients; in a cluster, through the leader.
     metrics: Metrics
     exits: Exits
     registry: BackendRegistry
     keeper: AdapterKeeper
     discovery: Discovery
     admin_pages: AdminPages
-    clients: ClientLimits
-    """Connections and requests of each client address."""
-    recorder: Recorder
-    """The history that the pages show."""
+    clients: ClientLimits  # Connections and requests of each client address.
+    recorder: Recorder  # The history that the pages show.
     scale: ScalePages = field(init=False)
     pages: OwnPages | MemberPages = field(init=False)
-    front: Frontend = field(init=False)
-    """Accepts clients, in this process or in relay workers."""
-    admin_listener: Listener | None = None
-    """The admin port; None: pages for operators are on the port of clients."""
+    front: Frontend = field(init=False)  # Accepts clients, in this process or in relay workers.
+    admin_listener: Listener | None = None  # The admin port; None: pages for operators are on the port of clients.
     reloader: Reloader | None = None
     supervisor: WorkerSupervisor | None = None
     cluster: Cluster | None = None

@@ -13,10 +13,8 @@ from typing import Any
 from llmproxy.core.domain import Listing, ModelCard, Outcome, Refused
 from llmproxy.core.pools import Pools
 
-ADAPTERS_MAX = 1_024
-"""Maximum number of adapters with a record."""
-SHOWN_MAX = 4_096
-"""Maximum number of (adapter, backend) pairs that `states` returns."""
+ADAPTERS_MAX = 1_024  # Maximum number of adapters with a record.
+SHOWN_MAX = 4_096  # Maximum number of (adapter, backend) pairs that `states` returns.
 BACKOFF_S = 1.0
 BACKOFF_MAX_S = 60.0
 RETRY_UNKNOWN_S = 1.0

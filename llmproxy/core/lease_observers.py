@@ -53,8 +53,7 @@ class ChargeObserver(LeaseObserver):
         self._min_shares = min_shares
         self._faults = faults
         self._charges: dict[int, _Charge] = {}
-        self.between: dict[str, float] = {}
-        """Request between two of its leases -> its charge so far."""
+        self.between: dict[str, float] = {}  # Request between two of its leases -> its charge so far.
 
     def booked(self, lease: LeaseRecord, now: float) -> None:
         request = lease.request
@@ -279,10 +278,8 @@ class BlameObserver(LeaseObserver):
     """
 
     def __init__(self) -> None:
-        self.failed: dict[str, list[tuple[Backend, Verdict]]] = {}
-        """Request -> its doubtful failures so far."""
-        self.too_long: set[str] = set()
-        """Requests that reached a time limit on a backend that was at work."""
+        self.failed: dict[str, list[tuple[Backend, Verdict]]] = {}  # Request -> its doubtful failures so far.
+        self.too_long: set[str] = set()  # Requests that reached a time limit on a backend that was at work.
 
     def excuses(self, lease: LeaseRecord, verdict: Verdict, now: float) -> bool:
         if verdict not in _DOUBTFUL:

@@ -32,10 +32,8 @@ class LeaseRecord(Struct, eq=False):
 class LeaseObserver:
     """Observes the leases of one pool. A subclass overrides the methods that it needs."""
 
-    only_stages = False
-    """Whether the observer gets no leases of whole requests."""
-    only_limited = False
-    """Whether the observer gets no leases of requests without usage limits."""
+    only_stages = False  # Whether the observer gets no leases of whole requests.
+    only_limited = False  # Whether the observer gets no leases of requests without usage limits.
 
     def booked(self, lease: LeaseRecord, now: float) -> None:
         """A request was granted a slot, and this lease begins."""
@@ -98,8 +96,7 @@ class Leases:
         self._on_excuses = _overriding(observers, LeaseObserver.excuses)
         self._on_process_gone = _overriding(observers, LeaseObserver.process_gone)
         self._open: dict[int, LeaseRecord] = {}
-        # The leases to revoke, and whether their backend hangs.
-        self.revoked: list[tuple[int, bool]] = []
+        self.revoked: list[tuple[int, bool]] = []  # The leases to revoke, and whether their backend hangs.
         self._newest = 0
         self._newest_of_old: dict[str, int] = {}
 

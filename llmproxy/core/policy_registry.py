@@ -7,8 +7,7 @@ from math import inf
 from typing import Generic, TypeVar
 
 Factory = TypeVar("Factory", bound=Callable[..., object])
-FAULTS_MAX = 100
-"""Maximum number of exceptions that wait for `Faults.take`."""
+FAULTS_MAX = 100  # Maximum number of exceptions that wait for `Faults.take`.
 FAULT_REPORT_S = 1.0
 """Minimum time between two reports of the same line of code, because a policy may raise with every token."""
 

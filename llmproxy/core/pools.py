@@ -51,8 +51,7 @@ from llmproxy.core.snapshot import (
     Snapshot,
 )
 
-HEALTH_EVENTS_MAX = 1_000
-"""Health events that wait for `take_health_events`; the oldest are dropped first."""
+HEALTH_EVENTS_MAX = 1_000  # Health events that wait for `take_health_events`; the oldest are dropped first.
 
 
 class Pools:
@@ -85,8 +84,7 @@ class Pools:
         self.days = self._limits.days
         self._lease_serial = count(1)
         self.health_events: deque[tuple[str, EjectionEvent]] = deque(maxlen=HEALTH_EVENTS_MAX)
-        self.faults = Faults()
-        """The exceptions that policies raised."""
+        self.faults = Faults()  # The exceptions that policies raised.
         self.schedulers: dict[str, Scheduler] = {}
         self._left: list[Scheduler] = []
         """Schedulers whose pool was merged into another one. They grant nothing; their leases continue."""

@@ -19,8 +19,7 @@ from llmproxy.core.settings import Settings
 
 PREEMPT_MAX = 4
 """Maximum number of leases that are being preempted at a time, so that a burst does not empty the engines."""
-LOOK_MAX = 64
-"""Maximum number of leases, and of requests, that a pass examines."""
+LOOK_MAX = 64  # Maximum number of leases, and of requests, that a pass examines.
 
 
 class Preemption(LeaseObserver):
@@ -34,8 +33,7 @@ class Preemption(LeaseObserver):
     def __init__(self, settings: Settings, headroom: Headroom) -> None:
         self._settings = settings
         self._headroom = headroom
-        self.open: dict[int, LeaseRecord] = {}
-        """The leases that may be preempted, by number."""
+        self.open: dict[int, LeaseRecord] = {}  # The leases that may be preempted, by number.
         self._by_band: dict[int, dict[int, None]] = {}
         self._pending: dict[int, Backend] = {}
         self._urgent: dict[int, Backend] = {}

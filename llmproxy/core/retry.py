@@ -38,8 +38,7 @@ class Cause(Enum):
     NOT_TRANSFERRED = "not_transferred"  # The KV transfer from another backend failed.
     # The engine accepted the body.
     BROKEN = "broken"  # The connection was reset or closed, or carried no HTTP.
-    # The port refuses connections while this connection is open, or the connection broke after a drain.
-    GONE = "gone"
+    GONE = "gone"  # The port refuses connections while this connection is open, or the connection broke after a drain.
     HUNG = "hung"  # Outlier detection found that the backend hangs.
     ENGINE_DEAD = "engine_dead"  # The server reports that its engine died.
     ERROR = "error"  # 500, 502, other 5xx, and error events with the same meaning.
@@ -125,8 +124,7 @@ class RetryBudget:
 
     def __init__(self, ratio: float) -> None:
         self.ratio = ratio
-        # Requests refill the bucket, not time.
-        self._bucket = TokenBucket(RETRY_RESERVE, 0.0)
+        self._bucket = TokenBucket(RETRY_RESERVE, 0.0)  # Requests refill the bucket, not time.
 
     def request(self) -> None:
         """Counts a new request, which adds `ratio` retries to the budget."""

@@ -53,8 +53,7 @@ from llmproxy.core.scheduling_pass import Parts, Pass
 from llmproxy.core.settings import Settings
 from llmproxy.core.snapshot import PoolChoices, PoolInspector, PoolSnapshot, Position
 
-FAULT_RETRY_S = 1.0
-"""Pause of a pool after a policy raised an exception."""
+FAULT_RETRY_S = 1.0  # Pause of a pool after a policy raised an exception.
 
 
 class Scheduler:
@@ -77,15 +76,12 @@ class Scheduler:
         observers: Sequence[LeaseObserver] = (),
     ) -> None:
         self.pool = pool
-        self.names = frozenset({pool})
-        """The base models that the pool serves, or served last."""
+        self.names = frozenset({pool})  # The base models that the pool serves, or served last.
         self._settings = settings
-        # Shared by all pools, because a tenant may use several models.
-        self._limits = limits
+        self._limits = limits  # Shared by all pools, because a tenant may use several models.
         self._placement = placement = staged(placement, settings.disaggregation)
         self._backends = PoolBackends(settings.health)
-        # Shared by all pools.
-        self._faults = faults
+        self._faults = faults  # Shared by all pools.
         self._drain = DrainRate()
         self._room = WaitingRoom(settings, occupancy, limits, self._faults, self._room_on, self._drain)
         self._first_token = first_token = FirstToken()

@@ -23,8 +23,7 @@ from llmproxy.core.queueing.occupancy import DrainRate
 from llmproxy.core.queueing.usage_limits import UsageLimits
 from llmproxy.core.queueing.waiting_room import WaitingRoom
 
-PASS_MAX = 64
-"""Maximum number of drops or grants per pass, so that a mass release never blocks the event loop."""
+PASS_MAX = 64  # Maximum number of drops or grants per pass, so that a mass release never blocks the event loop.
 
 
 class Parts(Struct, frozen=True):

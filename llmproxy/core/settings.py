@@ -9,8 +9,7 @@ from enum import StrEnum
 from llmproxy.core.domain import IDLE, Role
 from llmproxy.core.scaling.groups import Group
 
-IDLE_CEILING = 0.01
-"""Under this ceiling, only a backend without any request takes a request of the band `idle`."""
+IDLE_CEILING = 0.01  # Under this ceiling, only a backend without any request takes a request of the band `idle`.
 BELOW_HIGHEST = 0.99
 """Maximum ceiling of a lower band, as a share of the highest band's ceiling, because a KV cache is never quite full."""
 

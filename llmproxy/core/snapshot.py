@@ -21,13 +21,10 @@ from llmproxy.core.queueing.queue import FLOW_LOOK_MAX, Band, Queued
 from llmproxy.core.queueing.waiting_room import WaitingRoom
 from llmproxy.core.settings import Settings
 
-FLOWS_MAX = 100
-"""Maximum number of flows shown per band, in the order of the fairness policy."""
-TOTAL_FLOWS_MAX = 1_000
-"""Maximum number of flows shown over all pools."""
+FLOWS_MAX = 100  # Maximum number of flows shown per band, in the order of the fairness policy.
+TOTAL_FLOWS_MAX = 1_000  # Maximum number of flows shown over all pools.
 
-LIMITS_MAX = 1_000
-"""Maximum number of usage limits shown; limits with the most requests in flight come first."""
+LIMITS_MAX = 1_000  # Maximum number of usage limits shown; limits with the most requests in flight come first.
 
 
 @dataclass(frozen=True, slots=True)

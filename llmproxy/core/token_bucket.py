@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
-ROUNDING_S = 1e-6
-"""Tolerance for rounding: a client that returns exactly after `wait_s` must not wait again."""
+ROUNDING_S = 1e-6  # Tolerance for rounding: a client that returns exactly after `wait_s` must not wait again.
 
 
 class TokenBucket:

@@ -23,8 +23,7 @@ from llmproxy.lifecycle.sockets import Sockets
 READY_MAX_S = 60.0
 """Timeout until a successor serves. After it, the successor is killed, and this process goes on serving."""
 EXIT_MAX_S = 5.0
-DRAINED = "LLMPROXY_DRAINED"
-"""Environment variable with the manually drained backends, for the successor."""
+DRAINED = "LLMPROXY_DRAINED"  # Environment variable with the manually drained backends, for the successor.
 
 _log = structlog.get_logger()
 
@@ -40,8 +39,7 @@ class ProcessSignals:
         # `over` is set when the process must end: at the first SIGTERM or SIGINT, or when a successor serves.
         # `stop` is set only at the signal. `cut` is set at a second signal: all requests must be cut at once.
         self.over, self.stop, self.cut = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        # The exit code that a shell reports for a program ended by the second signal.
-        self.cut_code = 0
+        self.cut_code = 0  # The exit code that a shell reports for a program ended by the second signal.
         self._sockets = sockets
         self._drained: Callable[[], Collection[str]] = tuple
         self._member = False

@@ -6,8 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-CALLS = 16
-"""The callbacks of one turn. More at once would not be faster, and would hold up the streams for longer."""
+CALLS = 16  # The callbacks of one turn. More at once would not be faster, and would hold up the streams for longer.
 
 
 class PacedCalls:

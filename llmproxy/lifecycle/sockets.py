@@ -19,8 +19,7 @@ from typing import Any
 
 from llmproxy.config import ConfigError
 
-PREDECESSOR = "LLMPROXY_PREDECESSOR"
-"""Environment variable with the descriptors that a successor inherits."""
+PREDECESSOR = "LLMPROXY_PREDECESSOR"  # Environment variable with the descriptors that a successor inherits.
 LISTEN_FDS_START = 3
 SYSTEMD = "systemd"
 """The key, instead of `host:port`, of all sockets from the service manager, which chose their addresses."""
@@ -53,12 +52,9 @@ class ListenError(OSError):
 class Sockets:
     """The listening sockets of this process. Each dict maps `host:port` to sockets."""
 
-    # The pipe on which a predecessor waits for a byte, None without a predecessor.
-    ready_fd: int | None = None
-    # Inherited sockets that are not used yet.
-    _inherited: dict[str, list[socket.socket]] = field(default_factory=dict)
-    # Sockets in use.
-    _open: dict[str, list[socket.socket]] = field(default_factory=dict)
+    ready_fd: int | None = None  # The pipe on which a predecessor waits for a byte, None without a predecessor.
+    _inherited: dict[str, list[socket.socket]] = field(default_factory=dict)  # Inherited sockets that are not used yet.
+    _open: dict[str, list[socket.socket]] = field(default_factory=dict)  # Sockets in use.
 
     @classmethod
     def from_environment(cls, environment: MutableMapping[str, str], pid: int) -> Sockets:

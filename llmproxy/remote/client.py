@@ -40,8 +40,7 @@ class _Waiting(Struct, eq=False):
     entry: AdmissionKind
     since_s: float
     granted: asyncio.Future[Lease]
-    # Whether its `Admit` was ever sent.
-    sent: bool = False
+    sent: bool = False  # Whether its `Admit` was ever sent.
 
 
 class _Run(Struct, eq=False):
@@ -67,8 +66,7 @@ class LeaseClient:
         self._runs: dict[int, _Run] = {}
         self._calls: dict[int, asyncio.Future[CallAnswer]] = {}
         self._unsent: deque[Sendable] = deque(maxlen=UNSENT_MAX)
-        self.link: Sender | None = None
-        """The attached link; see `attach`."""
+        self.link: Sender | None = None  # The attached link; see `attach`.
         self.draining = False
         self.granting = True
 

@@ -21,16 +21,11 @@ from llmproxy.observe.packed import packed
 from llmproxy.remote.messages import FromWorker, Ping, Sendable, ToWorker
 
 PING_S = 1.0
-SILENCE_S = 3.0
-"""A link between members that receives nothing for this long is closed."""
-LOCAL_BYTES_MAX = 1 << 30
-"""The maximum length of a frame on a link to a worker. No list of backends is as long."""
-FRAME_BYTES_MAX = 16 << 20
-"""The maximum length of a frame between members. A longer frame is a protocol error."""
-HELLO_BYTES_MAX = 16 << 10
-"""The limit for the first frame, in which the peer has to send its Hello."""
-FRAME_MESSAGES_MAX = 256
-"""An `Admit` has at most 37 kB, so a frame of this many messages stays below FRAME_BYTES_MAX."""
+SILENCE_S = 3.0  # A link between members that receives nothing for this long is closed.
+LOCAL_BYTES_MAX = 1 << 30  # The maximum length of a frame on a link to a worker. No list of backends is as long.
+FRAME_BYTES_MAX = 16 << 20  # The maximum length of a frame between members. A longer frame is a protocol error.
+HELLO_BYTES_MAX = 16 << 10  # The limit for the first frame, in which the peer has to send its Hello.
+FRAME_MESSAGES_MAX = 256  # An `Admit` has at most 37 kB, so a frame of this many messages stays below FRAME_BYTES_MAX.
 UNSENT_BYTES_MAX = 64 << 20
 """A link between members with more unsent bytes than this is closed: its peer does not read."""
 WHY_CHARS = 200
@@ -100,8 +95,7 @@ class Frames(Generic[MessageT]):
 class Sender(Protocol):
     """Sends messages to the other side."""
 
-    local: bool
-    """Whether the other side is on this machine: it shares the clock, and lives as long as the link."""
+    local: bool  # Whether the other side is on this machine: it shares the clock, and lives as long as the link.
 
     def send(self, message: Sendable) -> None: ...
 

@@ -30,8 +30,7 @@ from llmproxy.core.estimates.tokens import Estimate
 from llmproxy.core.lease_events import AnyLeaseEvent, LeaseEvent
 from llmproxy.observe.exit import RequestExit
 
-PROTOCOL = 1
-"""The version of the messages between members. Members with different versions do not connect."""
+PROTOCOL = 1  # The version of the messages between members. Members with different versions do not connect.
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
@@ -42,8 +41,7 @@ class Answer(Message, frozen=True):
     """A message about a call or a lease of the client."""
 
 
-Sendable = Message | LeaseEvent
-"""A message, or an event of a lease."""
+Sendable = Message | LeaseEvent  # A message, or an event of a lease.
 
 # --- from a worker ----------------------------------------------------------------------------------------------------
 
@@ -83,12 +81,9 @@ class PageRequest(Message, frozen=True, tag=4):
     """
 
     call: int
-    request: bytes
-    """The request as HTTP/1 bytes."""
-    remote: str
-    """The address of the client."""
-    passed_on: int = 1
-    """Number of processes that forwarded the request."""
+    request: bytes  # The request as HTTP/1 bytes.
+    remote: str  # The address of the client.
+    passed_on: int = 1  # Number of processes that forwarded the request.
 
 
 class DirectRequest(Message, frozen=True, tag=29):
@@ -180,25 +175,21 @@ class WorkerStart(Message, frozen=True, tag=17):
 
     name: str
     fds: tuple[int, ...]
-    config: bytes
-    """The configuration, pickled. A worker trusts the process that started it."""
+    config: bytes  # The configuration, pickled. A worker trusts the process that started it.
 
 
 class NewConfig(Message, frozen=True, tag=18):
     """The configuration has changed."""
 
-    config: bytes
-    """See `WorkerStart`."""
+    config: bytes  # See `WorkerStart`.
 
 
 class KnownBackends(Message, frozen=True, tag=19):
     """All backends, and all names that requests may use."""
 
-    backends: bytes
-    """The pickled configurations of the backends."""
+    backends: bytes  # The pickled configurations of the backends.
     targets: Mapping[str, Target]
-    unnamed: Target | None
-    """The target of requests without a model name; None: they are refused."""
+    unnamed: Target | None  # The target of requests without a model name; None: they are refused.
 
 
 class LearnedEstimates(Message, frozen=True, tag=20):
@@ -278,15 +269,11 @@ class Hello(Message, frozen=True, tag=40):
     protocol: int
     version: str
     name: str
-    incarnation: str
-    """Differs after each start of the process."""
+    incarnation: str  # Differs after each start of the process.
     address: str
-    config: str
-    """See `config_hash`."""
-    epoch: int
-    """The highest epoch that the member knows."""
-    candidate: bool = True
-    """Whether the member can become the leader."""
+    config: str  # See `config_hash`.
+    epoch: int  # The highest epoch that the member knows.
+    candidate: bool = True  # Whether the member can become the leader.
 
 
 class Welcome(Message, frozen=True, tag=41):
@@ -307,10 +294,8 @@ class NotLeader(Message, frozen=True, tag=42):
 class Resume(Message, frozen=True, tag=43):
     """The member's calls at the time of connecting. An `Admit` or `RunningLease` follows for each, then `Resumed`."""
 
-    waiting: frozenset[int]
-    """Calls that wait for a lease."""
-    running: frozenset[int]
-    """Calls that have a running lease."""
+    waiting: frozenset[int]  # Calls that wait for a lease.
+    running: frozenset[int]  # Calls that have a running lease.
 
 
 class RunningLease(Message, frozen=True, tag=44):
@@ -319,10 +304,8 @@ class RunningLease(Message, frozen=True, tag=44):
     call: int
     request: Request
     placed: Placed
-    age_s: float
-    """Seconds since the grant."""
-    started_age_s: float | None
-    """Seconds since the first token; None before it."""
+    age_s: float  # Seconds since the grant.
+    started_age_s: float | None  # Seconds since the first token; None before it.
     committed: bool
     output_tokens: int
 
@@ -358,17 +341,14 @@ class Balances(Message, frozen=True, tag=49):
 class Learned(Message, frozen=True, tag=51):
     """Measurements for the next leader."""
 
-    limits: dict[str, KnownLimit]
-    """Backend URL -> batch limit."""
-    capacities: dict[str, KnownCapacity]
-    """Pool -> capacity."""
+    limits: dict[str, KnownLimit]  # Backend URL -> batch limit.
+    capacities: dict[str, KnownCapacity]  # Pool -> capacity.
 
 
 class RateDebts(Message, frozen=True, tag=52):
     """Changed debts of rate limits, for the next leader; see `Rates.debts`."""
 
-    debts: tuple[tuple[str, str, float], ...]
-    """(Limit, kind, seconds until the limit has refilled)."""
+    debts: tuple[tuple[str, str, float], ...]  # (Limit, kind, seconds until the limit has refilled).
 
 
 class RememberedPrefix(Message, frozen=True, tag=53):

@@ -26,10 +26,8 @@ from llmproxy.gateway.router import Router
 from llmproxy.remote.client import LeaseClient
 from llmproxy.remote.messages import PageRequest, PageResponse
 
-CUT_AFTER_S = 0.1
-"""Time for which a connection may stay open after its response is captured."""
-PASSED_ON = web.RequestKey("PASSED_ON", int)
-"""On a forwarded request: the number of processes that forwarded it."""
+CUT_AFTER_S = 0.1  # Time for which a connection may stay open after its response is captured.
+PASSED_ON = web.RequestKey("PASSED_ON", int)  # On a forwarded request: the number of processes that forwarded it.
 
 _FRAMING = frozenset({b"content-length", b"transfer-encoding", b"expect"})
 """Headers about the framing of a body, which differs on each connection."""

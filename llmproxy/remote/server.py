@@ -39,10 +39,8 @@ class Services:
     """The parts of this process that its clients use."""
 
     dispatcher: Dispatcher
-    page: Page
-    """Answers requests that are not for an engine."""
-    exited: Callable[[RequestExit], None]
-    """Gets the exit of each request of a client."""
+    page: Page  # Answers requests that are not for an engine.
+    exited: Callable[[RequestExit], None]  # Gets the exit of each request of a client.
     stored: Callable[[messages.ResponseStored, LeaseServer], None]
     """Gets a stored response, and the server of the client that reported it."""
     update_clients: Callable[[], None] = lambda: None
@@ -53,8 +51,7 @@ class _Lent(Struct, eq=False):
     """A lease of the client, and the progress of its attempt."""
 
     lease: Lease
-    # Without this, the lease ends when the connection is lost.
-    acknowledged: bool = False
+    acknowledged: bool = False  # Without this, the lease ends when the connection is lost.
     started: bool = False
     committed: bool = False
 
@@ -72,21 +69,16 @@ class LeaseServer:
         self._pools = services.dispatcher.pools
         self._other = other
         self._loop = asyncio.get_running_loop()
-        self._tasks: dict[int, asyncio.Task[None]] = {}
-        """Calls that are not answered yet."""
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # Calls that are not answered yet.
         self._lent: dict[int, _Lent] = {}
         self._numbers: OrderedDict[int, int] = OrderedDict()
         """The client's number of a lease -> the lease number of this dispatcher."""
-        self._reported: set[str] = set()
-        """Ids of the requests that the client has reported on this link."""
+        self._reported: set[str] = set()  # Ids of the requests that the client has reported on this link.
         self._direct = 0
-        self.requests: dict[str, Request] = {}
-        """Id -> open request of the client."""
-        self.link: Sender | None = None
-        """The current link. Messages of older links are stale."""
+        self.requests: dict[str, Request] = {}  # Id -> open request of the client.
+        self.link: Sender | None = None  # The current link. Messages of older links are stale.
         self._shares_clock = True
-        self.resumed = False
-        """Whether the client has reported its requests and leases on this link."""
+        self.resumed = False  # Whether the client has reported its requests and leases on this link.
 
     @property
     def open_requests(self) -> int:

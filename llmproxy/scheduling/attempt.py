@@ -61,51 +61,34 @@ class Attempt(Struct, kw_only=True, omit_defaults=True):
     queued_s: float | None = None
     granted_s: float | None = None
     queued_ahead: int | None = None
-    # The reason of the grant.
-    why: GrantReason | None = None
-    # The number of backends compared, and the named parts of the chosen backend's score.
-    candidates: int | None = None
-    terms: tuple[tuple[str, float], ...] = ()
+    why: GrantReason | None = None  # The reason of the grant.
+    candidates: int | None = None  # The number of backends compared.
+    terms: tuple[tuple[str, float], ...] = ()  # The named parts of the chosen backend's score.
     # Predictions of the placement, None if it predicts nothing. The time to first token starts at the grant.
     expected_cached_tokens: int | None = None
     predicted_ttft: Predicted | None = None
     predicted_tpot: Predicted | None = None
-    # The span that was sent to the backend as the parent, None without tracing.
-    span_id: str | None = None
+    span_id: str | None = None  # The span that was sent to the backend as the parent, None without tracing.
 
     state: AttemptState = AttemptState.CONNECTING
-    # Whether the attempt has been in STREAMING: the answer to the client has begun.
-    committed: bool = False
-    # The first body byte of a stream that was passed to the client.
-    first_byte_s: float | None = None
+    committed: bool = False  # Whether the attempt has been in STREAMING: the answer to the client has begun.
+    first_byte_s: float | None = None  # When the first body byte of a stream was passed to the client.
     chunks: int = 0
-    # The longest wait between two chunks of a stream, in seconds.
-    max_gap_s: float | None = None
-    # The end, or the preemption.
-    ended_s: float | None = None
+    max_gap_s: float | None = None  # The longest wait between two chunks of a stream, in seconds.
+    ended_s: float | None = None  # When the attempt ended or was preempted.
 
     outcome: Outcome = Outcome.INTERNAL
     verdict: Verdict = Verdict.CLIENT_GONE
-    # Whether another backend may be tried; NO or REST once the client has received a byte.
-    again: Again = Again.NO
-    # Whether the request may have crashed the engine.
-    deadly: bool = False
-    # Whether the backend ended on purpose.
-    planned: bool = False
-    # Whether a prefill stage succeeded, so that the decode stage follows on another backend.
-    prefilled: bool = False
-    # Whether the request should be retried without a split.
-    unsplit: bool = False
-    # Why a stage of a split request failed.
-    split: Split | None = None
-    # HTTP status of the backend, None if it sent none.
-    status: int | None = None
-    # The error message for the client.
-    message: str = ""
-    # More about the error, for the operator only, because it may contain addresses.
-    detail: str = ""
-    # The counts of the engine, None if it reported none.
-    prompt_tokens: int | None = None
+    again: Again = Again.NO  # Whether another backend may be tried; NO or REST once the client has received a byte.
+    deadly: bool = False  # Whether the request may have crashed the engine.
+    planned: bool = False  # Whether the backend ended on purpose.
+    prefilled: bool = False  # Whether a prefill stage succeeded, so that the decode stage follows on another backend.
+    unsplit: bool = False  # Whether the request should be retried without a split.
+    split: Split | None = None  # Why a stage of a split request failed.
+    status: int | None = None  # HTTP status of the backend, None if it sent none.
+    message: str = ""  # The error message for the client.
+    detail: str = ""  # More about the error, for the operator only, because it may contain addresses.
+    prompt_tokens: int | None = None  # The counts of the engine, None if it reported none.
     cached_tokens: int | None = None
     output_tokens: int | None = None
 

@@ -27,24 +27,17 @@ _STAYS = frozenset({Verdict.BUSY, Verdict.TRANSFER_FAILED})
 class Routing(Struct, kw_only=True, omit_defaults=True):
     """The waits and attempts of a request, on the scheduler's clock: the first part of its record."""
 
-    # Oldest first.
-    tried: list[Attempt] = []
-    # Attempts with a lease. Both stages of a split request are one attempt.
-    attempts: int = 0
-    # Attempts that ended in favour of a request of a higher band.
-    preemptions: int = 0
-    # Attempts of a split request in which a stage failed.
-    failed_stages: int = 0
-    # Engines that may have computed the request and gave no answer.
-    computed: int = 0
+    tried: list[Attempt] = []  # Oldest first.
+    attempts: int = 0  # Attempts with a lease. Both stages of a split request are one attempt.
+    preemptions: int = 0  # Attempts that ended in favour of a request of a higher band.
+    failed_stages: int = 0  # Attempts of a split request in which a stage failed.
+    computed: int = 0  # Engines that may have computed the request and gave no answer.
     # Seconds in the waiting room in all waits that ended with a lease; None before the first lease.
     queue_wait_s: float | None = None
-    # The begin of a wait that goes on, or that ended without a lease.
-    queued_s: float | None = None
+    queued_s: float | None = None  # The begin of a wait that goes on, or that ended without a lease.
     # How the stream was continued on another backend after it broke. Set by the caller with the first byte of the rest.
     continued: str | None = None
-    # Why a stream that broke was not continued, in words. Set by the caller too.
-    not_continued: str | None = None
+    not_continued: str | None = None  # Why a stream that broke was not continued, in words. Set by the caller too.
 
 
 async def run_attempts(

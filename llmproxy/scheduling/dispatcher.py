@@ -43,7 +43,6 @@ DRAIN_RETRY_S = 1.0
 class _Unresolved:
     """A model name that no backend lists yet, and the requests that wait for it."""
 
-    # Requests that wait for the name.
     requests: int = 0
     resolved: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -57,41 +56,32 @@ class Dispatcher:
     """
 
     pools: Pools
-    # Gets the seconds of each scheduling pass.
-    on_decision: Callable[[float], None] = lambda _: None
-    # Gets backends that were ejected or came back.
-    on_ejection: Callable[[str, EjectionEvent], None] = lambda *_: None
+    on_decision: Callable[[float], None] = lambda _: None  # Gets the seconds of each scheduling pass.
+    on_ejection: Callable[[str, EjectionEvent], None] = lambda *_: None  # Gets backends that were ejected or came back.
     # Gets each request that had to wait and leaves without a backend, and why it waited.
     on_left: Callable[[Request, Waited], None] = lambda *_: None
     # Called after backends, their models or the drain may have changed, before the next pass.
     on_change: Callable[[], None] = lambda: None
     # Awaited for each new request with limits. May raise Refused.
     reserve: Callable[[Request], Awaitable[None]] | None = None
-    # Whether new requests are refused.
-    draining: bool = False
+    draining: bool = False  # Whether new requests are refused.
     # Whether waiting requests and further attempts are still granted; otherwise they are refused too.
     granting: bool = True
-    # Band -> grants.
-    granted: Counter[int] = field(default_factory=Counter)
-    # Grants that a waiting request of a higher band could have used.
-    inversions: int = 0
+    granted: Counter[int] = field(default_factory=Counter)  # Band -> grants.
+    inversions: int = 0  # Grants that a waiting request of a higher band could have used.
     # Request id -> the waiting request, and its lease in the future.
     _waiting: dict[str, tuple[Request, asyncio.Future[Lease]]] = field(default_factory=dict)
     _leases: dict[int, Lease] = field(default_factory=dict)
-    # Whether a pass is due in the next turn of the loop.
-    _scheduled: bool = False
+    _scheduled: bool = False  # Whether a pass is due in the next turn of the loop.
     _until_s: float = inf
     _cuts: PacedCalls = field(default_factory=PacedCalls)
     _closed: bool = False
     _timer: asyncio.TimerHandle | None = None
-    # Requests in `resolve` that wait for a model name, and their body bytes.
-    nameless: int = 0
-    _nameless_bytes: int = 0
+    nameless: int = 0  # Requests in `resolve` that wait for a model name.
+    _nameless_bytes: int = 0  # Their body bytes.
     _unresolved: dict[str | None, _Unresolved] = field(default_factory=dict)
-    # The aliases at the last wake-up of `nameless` requests.
-    _aliases: Aliases = field(init=False)
-    # Backend -> event for `emptied`.
-    _emptied: dict[str, asyncio.Event] = field(default_factory=dict)
+    _aliases: Aliases = field(init=False)  # The aliases at the last wake-up of `nameless` requests.
+    _emptied: dict[str, asyncio.Event] = field(default_factory=dict)  # Backend -> event for `emptied`.
     # Backend -> cut callbacks of its direct requests.
     _direct: dict[str, set[Callable[[], None]]] = field(default_factory=dict)
 

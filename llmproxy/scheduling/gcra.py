@@ -14,8 +14,7 @@ import orjson
 from llmproxy.core.queueing.rate_limits import MINUTE_S
 from llmproxy.scheduling.valkey import StoreError
 
-DEBT_MAX_S = 86_400
-"""The longest debt. It bounds the refusals after a proxy crashed before it refunded its charges."""
+DEBT_MAX_S = 86_400  # The longest debt. It bounds the refusals after a proxy crashed before it refunded its charges.
 
 SCRIPT = """
 local asked = cjson.decode(ARGV[1])
@@ -63,8 +62,7 @@ return answers
 """Applies the corrections, then each ask as a whole or not at all. Returns two numbers for each ask: the milliseconds
 to wait and the place (from 1) of the rate with this wait; 0 and 0 if the ask was taken."""
 
-Taken = Iterable[tuple[bytes, float]]
-"""(Key, seconds to take) for each rate of an ask."""
+Taken = Iterable[tuple[bytes, float]]  # (Key, seconds to take) for each rate of an ask.
 
 
 def script_arguments(

@@ -43,21 +43,16 @@ class Lease(Struct, eq=False):
     grant: Grant
     # Reports an event of this lease to its lender. The time is on the clock of the loop.
     apply: Callable[[LeaseEvent, float], None]
-    # The holder sets `verdict` and `usage` before the end.
-    verdict: Verdict = Verdict.CLIENT_GONE
-    usage: Usage | None = None
-    # Called after a flag below was set. All but `leaving` end the attempt.
-    on_cut: Callable[[], None] | None = None
-    # The backend is gone, so no answer will come.
-    revoked: bool = False
+    verdict: Verdict = Verdict.CLIENT_GONE  # Set by the holder before the end.
+    usage: Usage | None = None  # Set by the holder too.
+    on_cut: Callable[[], None] | None = None  # Called after a flag below was set. All but `leaving` end the attempt.
+    revoked: bool = False  # The backend is gone, so no answer will come.
     # The backend hangs. The holder may ignore this if its answer has begun and can only go on there.
     hung: bool = False
     # A request of a higher band needs the place. The holder may ignore this if its answer has begun.
     preempted: bool = False
-    # The backend was drained, so its end is planned. This does not end the attempt.
-    leaving: bool = False
-    # Whether a further attempt may follow this one if the backend hangs. Set by the caller.
-    movable: bool = False
+    leaving: bool = False  # The backend was drained, so its end is planned. This does not end the attempt.
+    movable: bool = False  # Whether a further attempt may follow this one if the backend hangs. Set by the caller.
 
     @property
     def backend(self) -> str:

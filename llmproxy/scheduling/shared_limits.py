@@ -34,19 +34,13 @@ from llmproxy.core.settings import UsageLimit
 from llmproxy.scheduling import gcra
 from llmproxy.scheduling.valkey import StoreError, ValkeyServer
 
-ANSWER_S = 0.5
-"""Timeout of a call, after which the store counts as away (unreachable)."""
-CONNECT_S = 3.0
-"""Timeout of a call to a store that is away or was never called. No request waits for such a call."""
-RETRY_S = 1.0
-"""Interval of calls to a store that is away."""
-LOOK_S = 5.0
-"""Interval of calls to an idle store, to notice that it is away."""
-CORRECT_S = 0.1
-"""The longest time that corrections wait for a request whose call they can join."""
+ANSWER_S = 0.5  # Timeout of a call, after which the store counts as away (unreachable).
+CONNECT_S = 3.0  # Timeout of a call to a store that is away or was never called. No request waits for such a call.
+RETRY_S = 1.0  # Interval of calls to a store that is away.
+LOOK_S = 5.0  # Interval of calls to an idle store, to notice that it is away.
+CORRECT_S = 0.1  # The longest time that corrections wait for a request whose call they can join.
 ASKS_MAX = 256
-CORRECTIONS_MAX = 1024
-"""Maximum number of corrections in a call. A larger call would block the store for milliseconds."""
+CORRECTIONS_MAX = 1024  # Maximum number of corrections in a call. A larger call would block the store for milliseconds.
 NOT_ASKED = "it was not asked yet"
 
 _log = structlog.get_logger()
@@ -65,8 +59,7 @@ class _Rate(NamedTuple):
     """A shared rate limit, as the store counts it."""
 
     key: bytes
-    # Seconds in which the rate refills by one request or token.
-    unit_s: float
+    unit_s: float  # Seconds in which the rate refills by one request or token.
     rate: Rate
 
 
@@ -74,14 +67,10 @@ class _Rate(NamedTuple):
 class _Charge:
     """The charge of a request that has not ended."""
 
-    # The rates at the time of the charge.
-    rates: tuple[_Rate, ...]
-    # Expected tokens.
-    tokens: float
-    # The waiting room has admitted the request.
-    entered: bool = False
-    # The real tokens of an attempt have been charged.
-    corrected: bool = False
+    rates: tuple[_Rate, ...]  # The rates at the time of the charge.
+    tokens: float  # Expected tokens.
+    entered: bool = False  # The waiting room has admitted the request.
+    corrected: bool = False  # The real tokens of an attempt have been charged.
 
 
 @dataclass(slots=True, eq=False)
@@ -124,8 +113,7 @@ class SharedLimits:
         self._owed: dict[bytes, float] = {}
         self._wake = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
-        # Why the store is away, None if it is reachable.
-        self.away: str | None = NOT_ASKED
+        self.away: str | None = NOT_ASKED  # Why the store is away, None if it is reachable.
         self.reconfigure(limits, 0.0)
 
     # --- for requests -------------------------------------------------------------------------------------------------

@@ -23,22 +23,18 @@ from llmproxy.upstream.endpoints import Endpoints
 from llmproxy.upstream.port import Body, ConnectFailed, Headers, LocalFailure
 from llmproxy.upstream.tls import PeerTls
 
-IDLE_MAX_S = 4.0
-"""Idle connections are dropped after this time; vLLM closes them after exactly 5 s."""
+IDLE_MAX_S = 4.0  # Idle connections are dropped after this time; vLLM closes them after exactly 5 s.
 
 IDLE_DROP_S = 0.1
 """If an idle connection breaks within this time (about a round trip) after a request was sent, the backend had closed
 the connection before."""
 
-OTHER_ADDRESS_AFTER_S = 0.25
-"""Head start of the first address of a name over the next one (RFC 8305, section 5)."""
+OTHER_ADDRESS_AFTER_S = 0.25  # Head start of the first address of a name over the next one (RFC 8305, section 5).
 
 
-_url = lru_cache(maxsize=1024)(URL)
-"""The parsed base URLs of the last backends."""
+_url = lru_cache(maxsize=1024)(URL)  # The parsed base URLs of the last backends.
 
-_Destination = tuple[str, PeerTls | None]
-"""The key of a connection: its base URL and its TLS settings."""
+_Destination = tuple[str, PeerTls | None]  # The key of a connection: its base URL and its TLS settings.
 
 
 class HttpUpstream:

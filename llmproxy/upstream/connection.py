@@ -17,10 +17,8 @@ import httptools
 from llmproxy.lifecycle.paced import PacedCalls
 from llmproxy.upstream.port import Body, InvalidResponse, UpstreamBroken
 
-READ_BUFFER_BYTES = 128 << 10
-"""Reading from the backend pauses at this many unread bytes of a body."""
-HEAD_BYTES_MAX = 256 << 10
-"""The longest head of a response, including interim responses (1xx)."""
+READ_BUFFER_BYTES = 128 << 10  # Reading from the backend pauses at this many unread bytes of a body.
+HEAD_BYTES_MAX = 256 << 10  # The longest head of a response, including interim responses (1xx).
 WHOLE_BODY_BYTES_MAX = 1 << 20
 """Request bodies up to this size are written in one piece, larger bodies in slices as the transport drains."""
 SLICE_BYTES = 256 << 10
@@ -69,19 +67,15 @@ class BackendConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._exchange: HttpExchange | None = None
-        # Body bytes of the current `data_received` call.
-        self._pieces: list[bytes] = []
-        # Set while the transport's write buffer is full.
-        self._drained: asyncio.Future[None] | None = None
+        self._pieces: list[bytes] = []  # Body bytes of the current `data_received` call.
+        self._drained: asyncio.Future[None] | None = None  # Set while the transport's write buffer is full.
         self._paused = False
         # State of the exchange, in this order: the whole request was sent; bytes of the response arrived; the response
         # is complete; bytes followed the response; the connection may be reused.
         self._sent = self._heard = self._complete = self._surplus = self._persistent = False
         self._head_bytes = 0
-        # Polls the socket for bytes that the loop has not read yet.
-        self._unread = poll()
-        # The connection has carried an exchange.
-        self.used = False
+        self._unread = poll()  # Polls the socket for bytes that the loop has not read yet.
+        self.used = False  # The connection has carried an exchange.
         self.free_since_s = 0.0
 
     @property
@@ -290,15 +284,11 @@ class HttpExchange:
     )  # fmt: skip
 
     def __init__(self, connection: BackendConnection, reused: bool) -> None:
-        # None after the end of the body or a failure.
-        self._connection: BackendConnection | None = connection
-        # Body bytes that were not read yet.
-        self.buffered: list[bytes] = []
+        self._connection: BackendConnection | None = connection  # None after the end of the body or a failure.
+        self.buffered: list[bytes] = []  # Body bytes that were not read yet.
         self._buffered_bytes = 0
-        # Gets each piece of the body while `flow` runs.
-        self.sink: Callable[[bytes], None] | None = None
-        # Wakes the reader.
-        self._woken: asyncio.Future[None] | None = None
+        self.sink: Callable[[bytes], None] | None = None  # Gets each piece of the body while `flow` runs.
+        self._woken: asyncio.Future[None] | None = None  # Wakes the reader.
         # The exception class and message for the reader.
         self._broken: tuple[Callable[[str], UpstreamBroken], str] | None = None
         self.sink_error: Exception | None = None

@@ -11,8 +11,7 @@ from llmproxy.config import BackendConfig
 from llmproxy.upstream.resolver import Resolver
 from llmproxy.upstream.tls import PeerTls, ca_error, peers_tls
 
-LOOK_S = 2.0
-"""Interval of checking CA files. A change is applied when the second check in a row finds it."""
+LOOK_S = 2.0  # Interval of checking CA files. A change is applied when the second check in a row finds it.
 
 _log = structlog.get_logger()
 

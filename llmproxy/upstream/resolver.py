@@ -22,20 +22,15 @@ from yarl import URL
 
 from llmproxy.lifecycle.background import supervised
 
-REFRESH_S = 10.0
-"""Interval of look-ups of a resolved name. Envoy looks every 5 s, gRPC at most every 30 s."""
-RETRY_S = 1.0
-"""Interval of look-ups of a name without a known address."""
-ANSWER_MAX_S = 5.0
-"""A name counts as unresolved after this time without an answer. The look-up goes on."""
+REFRESH_S = 10.0  # Interval of look-ups of a resolved name. Envoy looks every 5 s, gRPC at most every 30 s.
+RETRY_S = 1.0  # Interval of look-ups of a name without a known address.
+ANSWER_MAX_S = 5.0  # A name counts as unresolved after this time without an answer. The look-up goes on.
 LOOK_UPS_MAX = 64
 """Maximum number of concurrent look-ups of names whose last look-up failed, and the same for all other names. So
 failing names never delay the others. A look-up longer than `ANSWER_MAX_S` no longer counts."""
 
-Address = tuple[socket.AddressFamily, tuple[Any, ...]]
-"""A family and a socket address, whose port is ignored."""
-LookUp = Callable[[str], Awaitable[Sequence[Address]]]
-"""Returns all addresses of a name. Raises OSError."""
+Address = tuple[socket.AddressFamily, tuple[Any, ...]]  # A family and a socket address, whose port is ignored.
+LookUp = Callable[[str], Awaitable[Sequence[Address]]]  # Returns all addresses of a name. Raises OSError.
 
 _log = structlog.get_logger()
 
@@ -47,12 +42,9 @@ class NameFailed(OSError):  # noqa: N818 - a fact about a name, not an error of 
 @dataclass(slots=True)
 class _Name:
     host: str
-    # The last resolved addresses, kept while look-ups fail.
-    addresses: Sequence[Address] = ()
-    # The failure of the last look-up, "" after a success.
-    why: str = ""
-    # Set at the first answer, or after `ANSWER_MAX_S`.
-    asked: asyncio.Event = field(default_factory=asyncio.Event)
+    addresses: Sequence[Address] = ()  # The last resolved addresses, kept while look-ups fail.
+    why: str = ""  # The failure of the last look-up, "" after a success.
+    asked: asyncio.Event = field(default_factory=asyncio.Event)  # Set at the first answer, or after `ANSWER_MAX_S`.
     following: asyncio.Task[None] | None = None
 
 

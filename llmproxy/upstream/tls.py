@@ -18,8 +18,7 @@ class PeerTls:
 
     context: ssl.SSLContext
     settings: BackendTlsConfig
-    # The CA file, None for the CAs of this machine.
-    authorities: WatchedFile | None
+    authorities: WatchedFile | None  # The CA file, None for the CAs of this machine.
 
     @property
     def server_name(self) -> str | None:

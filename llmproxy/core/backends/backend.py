@@ -20,8 +20,7 @@ from llmproxy.core.settings import CapacitySettings, HealthSettings
 
 STARTED_AFTER_S = 1.0
 """A non-streamed request sends no byte until its end. After this time it is assumed to be running."""
-UNREAD_MAX = 10
-"""Successful polls without readable metrics after which a backend is assumed to publish none."""
+UNREAD_MAX = 10  # Successful polls without readable metrics after which a backend is assumed to publish none.
 
 
 class Backend:
@@ -48,13 +47,11 @@ class Backend:
         self.reading: Reading | None = None
         self._own = Bookings()
         self.bookings = self._own.by_lease
-        self.reserved = 0
-        """Slots reserved for decode stages whose prompts other backends compute."""
+        self.reserved = 0  # Slots reserved for decode stages whose prompts other backends compute.
         # Request id -> when the engine drops the KV blocks of a prefilled prompt that was not fetched.
         self._pinned_until_s: dict[str, float] = {}
         self._limit_divisor = 1
-        self.processes = 1
-        """Number of processes that were seen under this name."""
+        self.processes = 1  # Number of processes that were seen under this name.
         self.exploration: Exploration | None = None
         self.outliers: OutlierDetection | None = None
         lowest_ceiling, self._highest_ceiling = ceiling_range
@@ -66,8 +63,7 @@ class Backend:
         self._kind: tuple[tuple[str, ...], int | None] | None = None
         self._restored: KnownLimit | None = None
         self._published: int | None = None
-        self.served: frozenset[str] = frozenset()
-        """The model names of the last listing."""
+        self.served: frozenset[str] = frozenset()  # The model names of the last listing.
         self._adapters: frozenset[str] = frozenset()
         self._max_model_len: int | None = None
         self._resident = ResidentAdapters()

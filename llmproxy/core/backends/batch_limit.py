@@ -9,18 +9,13 @@ from typing import Protocol
 
 PLATEAU_READINGS = 3
 """Consecutive readings with waiting sequences that prove a queue. A single one may show a request between two steps."""
-PROVEN_READINGS = 2
-"""As PLATEAU_READINGS, if sequences can only wait for a place in the batch."""
-UNPUBLISHED = 256
-"""Limit of a backend without metrics: vLLM's default batch limit."""
-CALM_READINGS_MIN = 5
-CALM_READINGS_MAX = 160
+PROVEN_READINGS = 2  # As PLATEAU_READINGS, if sequences can only wait for a place in the batch.
+UNPUBLISHED = 256  # Limit of a backend without metrics: vLLM's default batch limit.
+CALM_READINGS_MIN, CALM_READINGS_MAX = 5, 160
 """A larger limit is tried after this many readings without a queue: at first the minimum, doubled after each trial that
 finds the same plateau."""
-FALLEN = 0.8
-"""A refusal at a load below this share of the last plateau is not the result of a trial."""
-RESERVE_FROM = 4
-"""From this batch limit on, bands below the highest leave one slot free on each backend."""
+FALLEN = 0.8  # A refusal at a load below this share of the last plateau is not the result of a trial.
+RESERVE_FROM = 4  # From this batch limit on, bands below the highest leave one slot free on each backend.
 
 
 @lru_cache(maxsize=1_024)
@@ -285,8 +280,7 @@ class Exploration:
 
     def __init__(self) -> None:
         self.members: dict[str, PoolMember] = {}
-        self.proven_load = 0
-        """The largest batch that ran on any member."""
+        self.proven_load = 0  # The largest batch that ran on any member.
         self._largest: BatchLimit | None = None
 
     def learned(self, limit: BatchLimit) -> None:

@@ -27,14 +27,10 @@ class Bookings:
 
     def __init__(self) -> None:
         self.by_lease: dict[int, Booking] = {}
-        self.sequences = 0
-        """Sequences in flight."""
-        self.high_water = 0
-        """Maximum of `sequences` since the last reading."""
-        self.begun = 0
-        """Sequences of streams that have sent a byte."""
-        self.debit_tokens = 0
-        """Prompt tokens booked after the last reading, which its KV usage does not include."""
+        self.sequences = 0  # Sequences in flight.
+        self.high_water = 0  # Maximum of `sequences` since the last reading.
+        self.begun = 0  # Sequences of streams that have sent a byte.
+        self.debit_tokens = 0  # Prompt tokens booked after the last reading, which its KV usage does not include.
         self._debits: dict[int, int] = {}
         self._left_queue = 0
 

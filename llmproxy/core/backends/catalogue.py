@@ -17,12 +17,10 @@ from llmproxy.core.domain import Listing, ModelCard, Outcome, Refused
 
 Aliases = Mapping[str, str | Mapping[str, float]]
 """Maps each alias to its target name, or to several target names with their shares of its requests."""
-ANY = "*"
-"""The alias for all names without an alias."""
+ANY = "*"  # The alias for all names without an alias.
 NAME_CHARS_MAX = 1_024
 """Maximum length of a name that `unlisted` passes through, because such names are stored and logged."""
-RETRY_UNREAD_S = 1.0
-"""Retry-After while a backend was never read: about one poll interval."""
+RETRY_UNREAD_S = 1.0  # Retry-After while a backend was never read: about one poll interval.
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +46,10 @@ class Catalogue:
 
     def __init__(self, backends: Iterable[str], aliases: Aliases) -> None:
         self.aliases: Aliases = dict(aliases)
-        self.served: Mapping[str, Target] = {}
-        """The target of each name that a backend lists."""
-        self.targets: Mapping[str, Target] = {}
-        """The target of each name and alias with a single target."""
-        self.names: Mapping[str, frozenset[str]] = {}
-        """The base models of each pool."""
-        self.members: Mapping[str, str] = {}
-        """The pool of each backend that was read."""
+        self.served: Mapping[str, Target] = {}  # The target of each name that a backend lists.
+        self.targets: Mapping[str, Target] = {}  # The target of each name and alias with a single target.
+        self.names: Mapping[str, frozenset[str]] = {}  # The base models of each pool.
+        self.members: Mapping[str, str] = {}  # The pool of each backend that was read.
         self._pool_named: Mapping[str, str] = {}
         self._listings: dict[str, Listing | None] = dict.fromkeys(backends)
         self._cards: dict[str, ModelCard] = {}
@@ -63,16 +57,12 @@ class Catalogue:
         self._names_text: str | None = None
         self.promised: frozenset[str] = frozenset()
         """Adapters that are to be loaded. Requests for them get a Retry-After instead of `unknown_model`."""
-        self.named: frozenset[str] = frozenset()
-        """Pools that may have no backend at the moment."""
+        self.named: frozenset[str] = frozenset()  # Pools that may have no backend at the moment.
         self.unlisted: Mapping[str, str] = {}
         """Names or name patterns that are accepted before a backend lists them, with their base models."""
-        self.expecting = False
-        """Whether discovery will still add backends."""
-        self.ever_read = False
-        """Whether any backend was read since the start of the process."""
-        self.revision = 0
-        """Increases whenever `targets` or `pools` may have changed."""
+        self.expecting = False  # Whether discovery will still add backends.
+        self.ever_read = False  # Whether any backend was read since the start of the process.
+        self.revision = 0  # Increases whenever `targets` or `pools` may have changed.
 
     @property
     def pools(self) -> tuple[str, ...]:

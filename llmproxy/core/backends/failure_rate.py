@@ -6,12 +6,9 @@ from collections import deque
 from collections.abc import Iterable
 from math import comb
 
-ANSWERS = 32
-"""Number of recent answers considered per backend."""
-FAILURES_MIN = 5
-"""Minimum number of failures among the last ANSWERS answers for an ejection."""
-CHANCE = 1e-5
-"""Maximum probability, per failure, of ejecting a backend that fails no more often than the others."""
+ANSWERS = 32  # Number of recent answers considered per backend.
+FAILURES_MIN = 5  # Minimum number of failures among the last ANSWERS answers for an ejection.
+CHANCE = 1e-5  # Maximum probability, per failure, of ejecting a backend that fails no more often than the others.
 
 
 class FailureRate:

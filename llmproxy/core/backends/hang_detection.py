@@ -15,14 +15,12 @@ from llmproxy.core.settings import HealthSettings
 
 LATE = 5.0
 """A silent backend counts as hung after this multiple of the predicted time until all its streams have begun."""
-TOGETHER = 3
-"""Number of streams whose common stop slow clients cannot explain."""
+TOGETHER = 3  # Number of streams whose common stop slow clients cannot explain.
 TOGETHER_S = 0.6
 """Streams stop together if their last bytes are within this time, which is longer than a normal gap of a stream."""
 TOGETHER_LATE = 2.0
 """As LATE, for started streams that stopped together: most engines continue such streams during prefills."""
-STUCK_LATE = 2.0
-"""Multiple of `hung_s` for non-streamed answers, because an ejection loses all their tokens."""
+STUCK_LATE = 2.0  # Multiple of `hung_s` for non-streamed answers, because an ejection loses all their tokens.
 ASKED_AGAIN_S = 0.75
 """Time for an answer to the second poll. The first poll may have timed out because the proxy paused."""
 UNSEEN_S = 0.5
@@ -54,8 +52,7 @@ class HangDetection:
         self, settings: HealthSettings, peers: Peers, backends: Mapping[str, BackendStreams], prefill: LearnedLine
     ) -> None:
         self.settings = settings
-        self.due_s = inf
-        """The earliest time at which a present silence is too long."""
+        self.due_s = inf  # The earliest time at which a present silence is too long.
         self._peers = peers
         self._backends = backends
         self._prefill = prefill

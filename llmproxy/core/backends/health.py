@@ -12,14 +12,12 @@ from llmproxy.core.backends.failure_rate import FailureRate
 from llmproxy.core.domain import Trouble, Verdict
 from llmproxy.core.settings import HealthSettings
 
-BUSY_PAUSE_S = 0.25
-"""Pause after a 503 "busy": about one poll interval, after which the engine's queue is known."""
+BUSY_PAUSE_S = 0.25  # Pause after a 503 "busy": about one poll interval, after which the engine's queue is known.
 CHEAP_DOUBLINGS = 2
 """Maximum number of doublings of the pause before a probe, if a failed probe costs less than a longer pause."""
 REFUSED_PAUSE_S = 1.0
 """Pause after a refusal of the proxy's key or of a listed model, until another backend has served the same request."""
-WARM_STEP = 0.1
-"""First share of its limit that a backend gets during slow start, and the increment of each step."""
+WARM_STEP = 0.1  # First share of its limit that a backend gets during slow start, and the increment of each step.
 
 
 FACTS = {
@@ -131,12 +129,10 @@ class Health:
         self.down = True
         self.drained = False
         """Whether an operator drained the backend. It then does not count as a replacement for ejected backends."""
-        self.models: frozenset[str] = frozenset()
-        """The base models that the backend lists."""
+        self.models: frozenset[str] = frozenset()  # The base models that the backend lists.
         self._failed_polls = 0
         self._refused_polls = 0
-        self.answered_s = -inf
-        """When a poll was last answered."""
+        self.answered_s = -inf  # When a poll was last answered.
         self.unanswered_s = inf
         """When the first poll since `answered_s` ran out of time while other backends answered their polls."""
         self._failures = 0
@@ -146,8 +142,7 @@ class Health:
         self.ejected_times = 0
         self.slow = False
         self._skipped_until_s = 0.0
-        self.stream_probe = False
-        """The probe must be a stream, because the backend hung or was slow."""
+        self.stream_probe = False  # The probe must be a stream, because the backend hung or was slow.
         self.ejected = False
         self._probe: int | None = None
         self._blocked_until_s = 0.0

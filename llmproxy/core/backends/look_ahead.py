@@ -10,8 +10,7 @@ EMPTY_MAX = 0.005
 """Mean share of a batch that may be empty. A smaller share makes requests wait inside engines for little throughput."""
 SHARE_MAX = 4
 """Maximum look-ahead: one request for each SHARE_MAX places, because a request inside an engine cannot be moved."""
-GAIN = 1 / 64
-"""Weight of a new reading in the mean, which then covers about 13 s."""
+GAIN = 1 / 64  # Weight of a new reading in the mean, which then covers about 13 s.
 
 
 class LookAhead:

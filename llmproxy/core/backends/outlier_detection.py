@@ -19,37 +19,29 @@ from llmproxy.core.domain import DECODE, Placed, Reading, Request, Usage
 from llmproxy.core.estimates.line import JITTER_S, USUAL_TOKENS, LearnedLine
 from llmproxy.core.settings import HealthSettings
 
-CHECK_S = 0.25
-"""Minimum time between two checks of the pool."""
+CHECK_S = 0.25  # Minimum time between two checks of the pool.
 SPAN_S = 0.5
 """Minimum time between two observations of the speed of a stream, and between two judgements of the backends."""
-JUDGEMENTS_MIN = 10
-"""Judgements after which the usual speed of a backend is known."""
+JUDGEMENTS_MIN = 10  # Judgements after which the usual speed of a backend is known.
 CROWD = 100.0
 """Number of sequences that doubles the time of a step. It is not learned, because a slow backend collects sequences
 and would teach a value that excuses it."""
 BASE_TOKENS = 300.0
 """Maximum fixed time before a first byte, in prompt tokens. Short prompts alone cannot separate fixed time from time
 per token, and a long prompt must not look like a hang."""
-GAIN = 0.02
-"""Weight of a new observation of the pool's step."""
-DOUBTFUL = 2.0
-"""An observation above this multiple of the backend's usual ratio teaches nothing about the pool."""
+GAIN = 0.02  # Weight of a new observation of the pool's step.
+DOUBTFUL = 2.0  # An observation above this multiple of the backend's usual ratio teaches nothing about the pool.
 SLOW_S = 2.0
 """A backend is ejected after this much slow time. Less may be a garbage collection or a burst of long prompts."""
-PROMPT_LATE = 2.0
-"""An uncached prompt explains up to this multiple of its predicted time."""
+PROMPT_LATE = 2.0  # An uncached prompt explains up to this multiple of its predicted time.
 PROMPTS_MOST = 0.3
 """If prefills may explain a larger share of a span, the span teaches nothing about the step, because their time is an
 estimate."""
 PROMPTS_NEARLY_ALL = 0.7
 """If prefills may explain more than this share of a span, the span teaches nothing about its backend either."""
-KV_CROWDED = 0.9
-"""KV cache usage from which an engine may preempt sequences and recompute them."""
-FRESH_S = 5.0
-"""Maximum age of a judgement of another backend in a comparison."""
-LEARNING_S = 30.0
-"""Time after its first request in which a busy backend without a pace counts as learning."""
+KV_CROWDED = 0.9  # KV cache usage from which an engine may preempt sequences and recompute them.
+FRESH_S = 5.0  # Maximum age of a judgement of another backend in a comparison.
+LEARNING_S = 30.0  # Time after its first request in which a busy backend without a pace counts as learning.
 GAP_S = 2.5
 """Readings further apart are not compared, because the backend's machine or the network paused between them."""
 

@@ -14,14 +14,10 @@ from llmproxy.core.estimates.learning import follow_ratio, gain
 
 RATIO_MOST = 2.0
 """An observation counts as at most this multiple of the mean, so that the mean follows a slowdown gradually."""
-USUAL_GAIN = 0.05
-"""Weight of a new judgement in the usual speed, which reflects about the last twenty judgements."""
-SLOW_SPAN_S = 1.0
-"""Maximum slow time that a judgement adds."""
-RECENT = 3
-"""Number of judgements whose median is the pace of a backend, because a single judgement may be chance."""
-SLOW_WITHIN_S = 6.0
-"""Slow times add up for this time after the first slow time."""
+USUAL_GAIN = 0.05  # Weight of a new judgement in the usual speed, which reflects about the last twenty judgements.
+SLOW_SPAN_S = 1.0  # Maximum slow time that a judgement adds.
+RECENT = 3  # Number of judgements whose median is the pace of a backend, because a single judgement may be chance.
+SLOW_WITHIN_S = 6.0  # Slow times add up for this time after the first slow time.
 
 
 def follow_robustly(mean: float, observed: float, weight: float) -> float:
@@ -47,8 +43,7 @@ class BackendStreams:
     ran: bool = False  # Whether the engine ran throughout that span, as far as readings show.
     generated_s: float = -inf  # When the counter of generated tokens last increased.
     paused_s: float = 0.0  # Seconds without an increase while the engine ran sequences.
-    # Requests that sent no byte and that no reading shows, the oldest first.
-    unseen: dict[int, StreamSpan] = field(default_factory=dict)
+    unseen: dict[int, StreamSpan] = field(default_factory=dict)  # No byte and no reading shows them; oldest first.
 
     # Streams by lease.
     unstarted: dict[int, StreamSpan] = field(default_factory=dict)  # Streams without a byte, the oldest first.

@@ -16,42 +16,27 @@ class View(Struct, frozen=True):
     backend: str
     available: bool
     """Whether the backend may get requests: it is up, not drained, and either not ejected or due for a probe."""
-    served: frozenset[str]
-    """The model names of the last listing."""
-    resident: frozenset[str]
-    """Adapters that are believed to be loaded."""
+    served: frozenset[str]  # The model names of the last listing.
+    resident: frozenset[str]  # Adapters that are believed to be loaded.
     max_adapters: int | None
     max_model_len: int | None
-    prompt_range: tuple[int, int] | None
-    """Configured range of prompt lengths in tokens; None means any length."""
-    limit: int
-    """Sequences that may run at once."""
-    load: int
-    """Sequences in flight, including those of other clients, and slots reserved for decode stages."""
-    waiting: int
-    """Sequences that wait in the engine's queue for a place, at the last reading."""
-    kv_used: float
-    """KV cache usage (0..1), including prompts booked since the last reading."""
-    kv_tokens: int | None
-    """Size of the KV cache in tokens."""
-    look_ahead: int
-    """Sequences that may be in flight above `limit`."""
-    kv_full_ratio: float
-    """KV cache usage (0..1) from which the cache counts as full."""
-    reading: Reading | None
-    """The last reading, or None if it is stale."""
-    warmth: float = 1.0
-    """Share (0..1] of its limit that the backend should get during slow start."""
-    highest_ceiling: float = 1.0
-    """Ceiling of the highest band."""
+    prompt_range: tuple[int, int] | None  # Configured range of prompt lengths in tokens; None means any length.
+    limit: int  # Sequences that may run at once.
+    load: int  # Sequences in flight, including those of other clients, and slots reserved for decode stages.
+    waiting: int  # Sequences that wait in the engine's queue for a place, at the last reading.
+    kv_used: float  # KV cache usage (0..1), including prompts booked since the last reading.
+    kv_tokens: int | None  # Size of the KV cache in tokens.
+    look_ahead: int  # Sequences that may be in flight above `limit`.
+    kv_full_ratio: float  # KV cache usage (0..1) from which the cache counts as full.
+    reading: Reading | None  # The last reading, or None if it is stale.
+    warmth: float = 1.0  # Share (0..1] of its limit that the backend should get during slow start.
+    highest_ceiling: float = 1.0  # Ceiling of the highest band.
     proven_load: int = 0
     """Sequences that were seen to run at once, here or on another engine of the pool; 0 if unknown."""
     prompt_window_s: float | None = None
     """Bound on the total prefill time of the prompts that the backend has; None means no bound."""
-    probed: bool = False
-    """The backend is ejected, its pause is over, and one request is to test it."""
-    stream_probe: bool = False
-    """The probe request must be a stream."""
+    probed: bool = False  # The backend is ejected, its pause is over, and one request is to test it.
+    stream_probe: bool = False  # The probe request must be a stream.
     role: Role = Role.BOTH
 
     def has_room(self, ceiling: float) -> bool:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-KEEP = 0.98
-"""Factor by which each observation discounts the earlier ones: about the last fifty count."""
-OUTLIER = 4.0
-"""An observation is clipped to this multiple of the expected value."""
-GUESS_WEIGHT = 0.1
-"""Weight of each point of the initial guess. An observation has weight 1."""
-SPREAD_MIN = 1e-3
-"""Least variance of x, as a share of the mean of x squared. Nearly equal x do not determine a slope."""
+KEEP = 0.98  # Factor by which each observation discounts the earlier ones: about the last fifty count.
+OUTLIER = 4.0  # An observation is clipped to this multiple of the expected value.
+GUESS_WEIGHT = 0.1  # Weight of each point of the initial guess. An observation has weight 1.
+SPREAD_MIN = 1e-3  # Least variance of x, as a share of the mean of x squared. Nearly equal x do not determine a slope.
 
-USUAL_TOKENS = 4_000.0
-"""The `scale` of a line whose x is prompt tokens."""
+USUAL_TOKENS = 4_000.0  # The `scale` of a line whose x is prompt tokens.
 JITTER_S = 0.02
 """The part of an error that does not grow with the time: a turn of the event loop, a step of the engine."""
-WAIT_S = 1.0
-"""As `JITTER_S`, for times that include waits inside the engine, which vary by about this much."""
+WAIT_S = 1.0  # As `JITTER_S`, for times that include waits inside the engine, which vary by about this much.
 
 
 class LearnedLine:
@@ -35,8 +29,7 @@ class LearnedLine:
         self._jitter, self._steep = jitter, steep
         self._n = self._x = self._xx = self._y = self._xy = 0.0
         self.base, self.slope = base, slope
-        # The two points of the guess do not count.
-        self.seen = -2
+        self.seen = -2  # The two points of the guess do not count.
         for x in (0.0, scale):
             self.learn(x, base + slope * x, GUESS_WEIGHT)
 

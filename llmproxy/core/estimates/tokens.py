@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from llmproxy.core.domain import RequestFacts, Usage
 
-BYTES_PER_TOKEN = 4.0
-"""For English text with common tokenizers, used until the first `usage` of a model."""
+BYTES_PER_TOKEN = 4.0  # For English text with common tokenizers, used until the first `usage` of a model.
 OUTPUT_TOKENS = 256.0
 """Assumed length of the first answer of a model. A wrong guess is corrected while the answer streams."""
 GAIN = 0.05

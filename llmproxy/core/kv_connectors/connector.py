@@ -24,12 +24,10 @@ class NotHandedOver(Exception):  # noqa: N818 - a fact about one answer, not an 
 class Parameters(Struct, frozen=True):
     """The parameters of a decode stage. They are valid for a single request."""
 
-    # The JSON value of `kv_transfer_params`, None for none.
-    value: bytes | None = None
+    value: bytes | None = None  # The JSON value of `kv_transfer_params`, None for none.
     # The host at which the decode engine connects to the prefill engine, None if it does not connect.
     host: str | None = None
-    # How long the parameters are valid; None for no limit.
-    age_max_s: float | None = None
+    age_max_s: float | None = None  # How long the parameters are valid; None for no limit.
 
 
 class KvConnector(ABC):
@@ -38,8 +36,7 @@ class KvConnector(ABC):
     The engines move the data themselves; the proxy carries their parameters.
     """
 
-    asks: bytes | None = None
-    """The JSON value of `kv_transfer_params` in the prefill stage, None for none."""
+    asks: bytes | None = None  # The JSON value of `kv_transfer_params` in the prefill stage, None for none.
     frees_refused = False
     """Whether the prefill engine frees the blocks at once if the decode engine refuses the decode stage with a 4xx."""
 

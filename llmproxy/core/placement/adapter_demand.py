@@ -9,24 +9,19 @@ from llmproxy.core.backends.view import View
 from llmproxy.core.estimates.learning import DecayingRate
 from llmproxy.core.placement.rates import TIERS, LoadTimesByTier
 
-WINDOW_S = 60.0
-"""Window over which the requests of each adapter and the loads of each backend are counted."""
-ADAPTERS_MAX = 1_024
-"""Bound of the remembered adapters, per backend and per pool."""
+WINDOW_S = 60.0  # Window over which the requests of each adapter and the loads of each backend are counted.
+ADAPTERS_MAX = 1_024  # Bound of the remembered adapters, per backend and per pool.
 
 
 class Slots:
     """The adapter slots of one backend."""
 
     def __init__(self) -> None:
-        # Number of slots, None if unknown.
-        self.size: int | None = None
-        # Adapter -> requests in flight.
-        self.users: Counter[str] = Counter()
+        self.size: int | None = None  # Number of slots, None if unknown.
+        self.users: Counter[str] = Counter()  # Adapter -> requests in flight.
         # Adapters that wait for a slot because requests of other adapters use all slots.
         self.deferred: set[str] = set()
-        # Loads per second.
-        self.turnover = DecayingRate(WINDOW_S)
+        self.turnover = DecayingRate(WINDOW_S)  # Loads per second.
         self._loads = 0
         self._uses = 0
         # Adapter -> (`_uses`, `_loads`) at its last use, the most recent last.

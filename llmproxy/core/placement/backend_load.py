@@ -12,33 +12,27 @@ from llmproxy.core.placement.adapter_demand import Slots
 from llmproxy.core.placement.prefix_index import InUse
 from llmproxy.core.placement.rates import PoolRates, SpeedFactor
 
-WORK_S = 30.0
-"""Window of `BackendLoad.busy_share`, which prices the delay of later requests."""
+WORK_S = 30.0  # Window of `BackendLoad.busy_share`, which prices the delay of later requests.
 
 RATION_S = 10.0
 """Window for the share of time spent on prompts, which the objectives of streams bound. About as long as an answer."""
 ROUNDING_S = 1e-6
 """A shorter wait counts as none, so that rounding cannot keep a backend closed at its announced opening time."""
-MARGIN = 0.9
-"""The mean stream may use this part of its objective, because some streams are slower than the mean."""
+MARGIN = 0.9  # The mean stream may use this part of its objective, because some streams are slower than the mean.
 SHARE_MIN = 0.05
 """Share of a backend's time that prompts may always use. Without it, no request would start where decoding alone
 already misses the objectives."""
-TPOT_MAX_S = 10.0
-"""Upper bound of the objective per output token that rationing considers."""
-SAME_STEP_S = 0.003
-"""First bytes this close come from one engine step, which computed all their prompts."""
+TPOT_MAX_S = 10.0  # Upper bound of the objective per output token that rationing considers.
+SAME_STEP_S = 0.003  # First bytes this close come from one engine step, which computed all their prompts.
 WHOLE_EVERY_S = 0.02
 """Minimum interval between two non-streamed answers that are learned from: fifty a second are enough."""
-TOGETHER_S = 0.05
-"""An idle engine starts requests that arrive this close together in one step."""
+TOGETHER_S = 0.05  # An idle engine starts requests that arrive this close together in one step.
 STRETCH_PROMPTS = 16
 """Prompts whose time is learned as one observation on a backend that always has prompts. An engine step computes the
 end of one prompt and the beginning of the next, so the time between two first bytes belongs to neither prompt."""
 WINDOW_STEP_S = 0.01
 """The prompt window may be exceeded by this much, so that the scheduler does not retry the backend at once."""
-OVERDUE = 2.0
-"""A prompt without a first byte is overdue after this multiple of its expected time."""
+OVERDUE = 2.0  # A prompt without a first byte is overdue after this multiple of its expected time.
 
 
 class InFlight(Struct, eq=False):
@@ -48,37 +42,26 @@ class InFlight(Struct, eq=False):
     backend: str
     backend_load: BackendLoad
     booked_s: float
-    # Uncached prompt tokens.
-    own_tokens: float
+    own_tokens: float  # Uncached prompt tokens.
     cached_tokens: float
     cold_adapter: bool
-    # Predicted seconds until the first token, and for each later token.
-    ttft_s: float
-    tpot_s: float
-    # Another backend computes the prompt (decode stage).
-    fetched: bool
-    # All adapter slots were in use, so later requests may be computed first.
-    deferred: bool = False
-    # The batch was full, so the prompt waits for the end of another request.
-    crowded: bool = False
-    # `own_tokens` weighted by attention.
-    work_tokens: float = 0.0
-    # Predicted seconds for `work_tokens` and the adapter load.
-    work_s: float = 0.0
-    # The first byte is overdue from here on.
-    due_s: float = 0.0
+    ttft_s: float  # Predicted seconds until the first token.
+    tpot_s: float  # Predicted seconds for each later token.
+    fetched: bool  # Another backend computes the prompt (decode stage).
+    deferred: bool = False  # All adapter slots were in use, so later requests may be computed first.
+    crowded: bool = False  # The batch was full, so the prompt waits for the end of another request.
+    work_tokens: float = 0.0  # `own_tokens` weighted by attention.
+    work_s: float = 0.0  # Predicted seconds for `work_tokens` and the adapter load.
+    due_s: float = 0.0  # The first byte is overdue from here on.
     started_s: float | None = None
     # `BackendLoad.worked_s` at the first token of a stream, or at `began_s` of a non-streamed answer.
     begun_at_work_s: float = 0.0
-    # The objective of the stream in tokens per second; 0 without an objective that can be met.
-    rations_at: float = 0.0
+    rations_at: float = 0.0  # The objective of the stream in tokens per second; 0 without an objective that can be met.
     # Prompt tokens to fetch from the prefill backend; None after the transfer failed, because the times then teach
     # nothing about the predictions.
     fetched_tokens: int | None = 0
-    # When a non-streamed answer got its place in the batch; None before.
-    began_s: float | None = None
-    # Weighted tokens of the prompts to compute at `began_s`, up to and including its own.
-    ahead_tokens: float = 0.0
+    began_s: float | None = None  # When a non-streamed answer got its place in the batch; None before.
+    ahead_tokens: float = 0.0  # Weighted tokens of the prompts to compute at `began_s`, up to and including its own.
 
     @property
     def attended(self) -> float:
@@ -90,37 +73,25 @@ class BackendLoad:
     """The load of one backend, as the cost placement predicts it."""
 
     def __init__(self) -> None:
-        # Its speed relative to the pool.
-        self.prefill = SpeedFactor()
-        self.step = SpeedFactor()
-        # Adapters and prompt blocks of the requests in flight.
+        self.prefill, self.step = SpeedFactor(), SpeedFactor()  # Its speed relative to the pool.
         self.adapters = Slots()
-        self.in_use = InUse()
-        # KV cache size that was passed to the prefix index.
-        self.kv_tokens = 0
-        # Batch limit, None if unknown.
-        self.limit: int | None = None
+        self.in_use = InUse()  # The prompt blocks of the requests in flight.
+        self.kv_tokens = 0  # KV cache size that was passed to the prefix index.
+        self.limit: int | None = None  # Batch limit, None if unknown.
         # Seconds of prompts and adapter loads booked per second, lately. Above 1, the backend falls behind.
         self.busy_share = DecayingRate(WORK_S)
         self._prompts = DecayingRate(RATION_S)
-        # Predicted seconds of all prompts and adapter loads that have ended.
-        self.worked_s = 0.0
-        # Sequences.
-        self.in_flight = 0
+        self.worked_s = 0.0  # Predicted seconds of all prompts and adapter loads that have ended.
+        self.in_flight = 0  # Sequences.
         # Non-streamed answers that end before this time are not learned from (`WHOLE_EVERY_S`).
         self._learns_at_s = 0.0
         # Band -> (streams with an objective, sum of their objectives in tokens per second).
         self.rationing: dict[int, tuple[int, float]] = {}
-        # Lease -> prompts without a first byte, in the order of booking.
-        self.unstarted: dict[int, InFlight] = {}
-        # Lease -> requests that wait for a place in the full batch.
-        self._queued: dict[int, InFlight] = {}
-        # Non-streamed requests in `_unstarted`.
-        self._plain = 0
-        # Weighted tokens in `_unstarted` without the deferred prompts.
-        self._to_prefill_tokens = 0.0
-        # Lease -> tier of the adapter that the engine loads for it.
-        self._loading: dict[int, int] = {}
+        self.unstarted: dict[int, InFlight] = {}  # Lease -> prompts without a first byte, in the order of booking.
+        self._queued: dict[int, InFlight] = {}  # Lease -> requests that wait for a place in the full batch.
+        self._plain = 0  # Non-streamed requests in `unstarted`.
+        self._to_prefill_tokens = 0.0  # Weighted tokens in `unstarted` without the deferred prompts.
+        self._loading: dict[int, int] = {}  # Lease -> tier of the adapter that the engine loads for it.
         # The current stretch: the prompts computed from `_began_s` to the last first byte, at `_spoke_s`. The other
         # values are their number, their tokens, and the tiers of their adapter loads.
         self._spoke_s = -1.0

@@ -41,8 +41,7 @@ TIE_S = 0.005
 chosen."""
 HIT_GAIN = 0.02
 """Weight of the newest request in the pool's hit ratio, so the ratio reflects about the last fifty requests."""
-EXPLAINED_MAX = 100
-"""Number of past choices whose candidate prices are kept for the debug pages."""
+EXPLAINED_MAX = 100  # Number of past choices whose candidate prices are kept for the debug pages.
 
 
 @presets.register("cost", prefixes=True, answers=True)
@@ -83,8 +82,7 @@ class CostPlacement(Placement):
         )
         # State of one scheduling pass, whose calls all have the same `now`: the claims, which `place` adds.
         self._claims = model.claims
-        # The `now` of the pass to which the claims belong.
-        self._claims_at_s = -1.0
+        self._claims_at_s = -1.0  # The `now` of the pass to which the claims belong.
         # The earliest time at which a closed backend opens: `changes_at` returns it, so that the scheduler runs again.
         self._opens_s = inf
 

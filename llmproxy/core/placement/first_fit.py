@@ -20,8 +20,7 @@ from llmproxy.core.queueing.blocked import OF_BACKEND
 from llmproxy.core.queueing.queue import Band, Queued
 from llmproxy.core.queueing.usage_limits import UsageLimits
 
-INVERSION_LOOK_MAX = 64
-"""Requests of higher bands that are checked when a request of a lower band is granted."""
+INVERSION_LOOK_MAX = 64  # Requests of higher bands that are checked when a request of a lower band is granted.
 
 
 class Fit(Struct, frozen=True):
@@ -44,8 +43,7 @@ class Unmatched(Struct):
     so similar requests find none either.
     """
 
-    # A full backend that one of these requests should wait for, "" for none.
-    later: str = ""
+    later: str = ""  # A full backend that one of these requests should wait for, "" for none.
     # (Model, excluded backends) -> requests with this many context tokens or more have no match.
     from_tokens: dict[tuple[str, frozenset[str]], int] = {}
 

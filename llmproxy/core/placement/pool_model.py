@@ -16,8 +16,7 @@ from llmproxy.core.placement.rates import PoolRates
 STREAM = 0.1
 """Weight of a second of streaming, relative to a second before the first token. A reader notices the wait for the first
 token far more than slightly slower tokens."""
-ASIDE_S = 2.0
-"""Cost of sending a prompt to a backend whose configured `prompt_range` does not include its length."""
+ASIDE_S = 2.0  # Cost of sending a prompt to a backend whose configured `prompt_range` does not include its length.
 CONGESTED = 0.95
 """Use of a resource (0..1) above which its price stops rising, because the price at 1 would be infinite. Below, the
 price is `used / (1 - used)`, the mean number of requests that wait for the resource, as in an M/M/1 queue."""
@@ -35,10 +34,8 @@ class PoolModel:
         self.index = index
         self.without = without
         self.rates = PoolRates()
-        self.loads: dict[str, BackendLoad] = {}
-        """Backend -> its load."""
-        self.hit_ratio = 0.0
-        """The mean cached share of prompts."""
+        self.loads: dict[str, BackendLoad] = {}  # Backend -> its load.
+        self.hit_ratio = 0.0  # The mean cached share of prompts.
         self.demand = AdapterDemand(self.rates.loads)
         self.claims: dict[str, dict[str, float]] = {}
         """Full or closed backend -> (request id -> prefill seconds) of the requests that wait for it in this pass, in

@@ -20,10 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-# Used until the capacity is known: the KV cache of an 8B model on an 80 GB device, in blocks of 512 bytes.
-CAPACITY_BLOCKS = 4_000
-# Bounds the memory (24 MB) and the longest call (forgetting a backend, 10 ms): 134 MB of text, 30 M tokens.
-CAPACITY_BLOCKS_MAX = 1 << 18
+CAPACITY_BLOCKS = 4_000  # Until the capacity is known: the KV cache of an 8B model on 80 GB, in blocks of 512 bytes.
+CAPACITY_BLOCKS_MAX = 1 << 18  # 134 MB of text. Bounds the memory (24 MB) and the longest call (`forget`, 10 ms).
 
 _GENERATIONS_MIN = 8
 _FAR_ABOVE = 2.0  # A block, a chat template and inexact bytes per token explain an error, but not by this factor.

@@ -11,8 +11,7 @@ from llmproxy.core.domain import Price, Request
 
 NAMES = ("queue", "prefill", "stream", "harm", "eviction", "adapter", "range", "memory", "slot", "transfer", "headroom")
 TERMS = frozenset(NAMES) - {"transfer", "headroom"}
-HEADROOM_COST = 0.05
-"""Cost of a second of headroom under an objective, because another request could use the headroom."""
+HEADROOM_COST = 0.05  # Cost of a second of headroom under an objective, because another request could use the headroom.
 
 
 class PriceRow(Struct, frozen=True):
@@ -23,8 +22,7 @@ class PriceRow(Struct, frozen=True):
 
     backend: str
     total_s: float
-    # In the order of `NAMES`; None where a term does not apply.
-    seconds: tuple[float | None, ...]
+    seconds: tuple[float | None, ...]  # In the order of `NAMES`; None where a term does not apply.
     ttft_s: float
     tpot_s: float
     cached_tokens: float

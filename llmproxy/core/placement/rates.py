@@ -18,16 +18,13 @@ FACTOR_MIN = 0.05
 UNSEEN = 30.0
 """The evidence about a backend fades to a third after this many observations of other backends. The speed factor
 changes only when less than one observation is left."""
-STALE = 10
-"""Observations of the pool after which a speed factor is computed again."""
+STALE = 10  # Observations of the pool after which a speed factor is computed again.
 FIRST_BYTES_OLD = 50
 """Non-streamed answers teach the time of prompts once this many have ended without a first byte of a stream."""
 PROMPTS_MOST = 0.8
 """Upper bound of the share of an answer's time that its backend spent on prompts; more is an estimation error."""
-LOAD_GUESS_S = 0.05
-"""Assumed load time of an adapter before the first observation."""
-LOAD_GAIN = 0.1
-"""Least weight of the newest load time."""
+LOAD_GUESS_S = 0.05  # Assumed load time of an adapter before the first observation.
+LOAD_GAIN = 0.1  # Least weight of the newest load time.
 ATTENTION = 2e-5
 """Assumed attention: the time that one earlier token adds to a token, as a share of the token's own time. The sizes of
 models and the speed of devices give 1e-5 (70B) to 6e-5 (8B)."""
@@ -199,15 +196,11 @@ class PoolRates:
         self.transfer = LearnedLine(0.03, 1e-5, USUAL_TOKENS, JITTER_S)
         self._assumed = self.prefill.base, self.prefill.slope, self.step.base, self.step.slope
         self._whole = WholeAnswers()
-        # Non-streamed answers since the last first byte of a stream.
-        self._whole_answers = FIRST_BYTES_OLD
-        # Mean speed factor of the observed backends.
-        self._usual_factor = 1.0
-        # Extra seconds to load an adapter.
-        self.loads = LoadTimesByTier()
+        self._whole_answers = FIRST_BYTES_OLD  # Non-streamed answers since the last first byte of a stream.
+        self._usual_factor = 1.0  # Mean speed factor of the observed backends.
+        self.loads = LoadTimesByTier()  # Extra seconds to load an adapter.
         # p90 factors by which the observed times exceed their predictions.
-        self.late_ttft = QuantileTracker()
-        self.late_tpot = QuantileTracker()
+        self.late_ttft, self.late_tpot = QuantileTracker(), QuantileTracker()
 
     def work_s(
         self, requests: int, prompt_tokens: float, output_tokens: float, backends: Sequence[tuple[float, float, int]]

@@ -12,8 +12,7 @@ from llmproxy.core.domain import Placed, Request
 from llmproxy.core.placement.policy import Pick, picking
 from llmproxy.core.placement.simple import least_request
 
-BOUND = 1.25
-"""Highest saturation of a backend as a multiple of the mean saturation: 1 + epsilon of the paper."""
+BOUND = 1.25  # Highest saturation of a backend as a multiple of the mean saturation: 1 + epsilon of the paper.
 IDLE = 0.125
 """A backend below this saturation is never too busy. A few requests slow nothing down, but a session that moves because
 of them loses its cached prompts: a sixth of the hits in the laboratory, with one request per backend."""

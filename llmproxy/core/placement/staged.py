@@ -23,8 +23,7 @@ from llmproxy.core.domain import (
 from llmproxy.core.placement.policy import Placement, Quote
 from llmproxy.core.settings import Disaggregation, Splitting
 
-FAILURES_MAX = 3
-"""Consecutive failed transfers after which a backend gets no prefill stages for a pause."""
+FAILURES_MAX = 3  # Consecutive failed transfers after which a backend gets no prefill stages for a pause.
 PAUSE_S, PAUSE_MAX_S = 5.0, 60.0
 """The first and the longest pause after failed transfers. Each further failure doubles the pause."""
 SURE_S = 0.005
@@ -76,16 +75,13 @@ class StagedPlacement(Placement):
 
     def __init__(self, inner: Placement, settings: Disaggregation) -> None:
         self.inner = inner
-        # The placement that gets the events of leases.
-        self.observer = inner
+        self.observer = inner  # The placement that gets the events of leases.
         self.settings = settings
-        # Whether the pool has a backend of role `prefill` or `decode`.
-        self._split_up = True
+        self._split_up = True  # Whether the pool has a backend of role `prefill` or `decode`.
         # The available backends of this pass that are not of role `prefill`, and model -> their names.
         self._answering: list[View] = []
         self._answering_for: dict[str, set[str]] = {}
-        # Prefill backend -> consecutive failed transfers.
-        self._failures: dict[str, int] = {}
+        self._failures: dict[str, int] = {}  # Prefill backend -> consecutive failed transfers.
         self._paused_until_s: dict[str, float] = {}
 
     def begin(self, views: Sequence[View]) -> None:

@@ -25,10 +25,8 @@ Ready = Callable[[Sequence[View], int, float, float], Sequence[View]]
 """Filters views to the backends that can accept a request of this band now: (views, band, ceiling, now); see
 `Placement.ready`."""
 
-SHED_MAX = 64
-"""Maximum number of requests that are shed for a single request of a higher band."""
-RETRY_EMPTY_S = 2.0
-"""Retry-After while no backend is up: about the time until a poll notices that a backend is back."""
+SHED_MAX = 64  # Maximum number of requests that are shed for a single request of a higher band.
+RETRY_EMPTY_S = 2.0  # Retry-After while no backend is up: about the time until a poll notices that a backend is back.
 
 
 class Admission:

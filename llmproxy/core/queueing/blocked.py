@@ -30,8 +30,7 @@ class BlockedRequests:
         self._sizes: dict[str, int] = {}
         self.size = 0
         self._by_band: Counter[tuple[int, str]] = Counter()
-        # Queue -> requests that went back to their flows and still wait there.
-        self._back: Counter[str] = Counter()
+        self._back: Counter[str] = Counter()  # Queue -> requests that went back to their flows and still wait there.
 
     def block(self, name: str, queued: Queued) -> None:
         queued.blocked_by = name

@@ -27,12 +27,10 @@ class Deadlines:
         """
         self._waiting = waiting
         self._no_backend_wait_s = no_backend_wait_s
-        # In each pair below, index 0 is the normal clock, and index 1 the hold clock.
-        self._elapsed_s = [0.0, 0.0]
-        self._heaps = (_deadlines(0), _deadlines(1))
-        # The clock that runs, and when it was started; None before the first start.
-        self._running = 0
-        self._since_s: float | None = None
+        # Index 0 is the normal clock, and index 1 the hold clock.
+        self._elapsed_s, self._heaps = [0.0, 0.0], (_deadlines(0), _deadlines(1))
+        self._running = 0  # The clock that runs.
+        self._since_s: float | None = None  # When it was started; None before the first start.
         # Requests that entered after the last call of `due`, and those before it that are in no heap yet. Most requests
         # leave in the pass after their arrival, so only the others are put into the heaps.
         self._entered: list[Queued] = []

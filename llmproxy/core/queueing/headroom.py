@@ -26,10 +26,8 @@ class Headroom:
     """
 
     def __init__(self, settings: Settings) -> None:
-        # Band -> arrival of its last request.
-        self._used_s: dict[int, float] = {}
-        # No band above this one is in use.
-        self._most = -inf
+        self._used_s: dict[int, float] = {}  # Band -> arrival of its last request.
+        self._most = -inf  # No band above this one is in use.
         self.reconfigure(settings)
 
     def reconfigure(self, settings: Settings) -> None:

@@ -37,20 +37,13 @@ class Queued(Struct, eq=False):
 
     request: Request
     rank: Rank
-    # Backends that already failed the request.
-    excluded: frozenset[str] = frozenset()
-    # Its deadlines on the two clocks of `Deadlines`.
-    due_s: tuple[float, float] = (inf, inf)
-    # Its current sort key in the flow.
-    key: Key = (0.0, 0.0)
-    # The queue of `BlockedRequests` (usage limit or backend) in which it waits.
-    blocked_by: str | None = None
-    # It is on hold: it arrived while no backend that it may use was up.
-    on_hold: bool = False
-    # The queue of `BlockedRequests` from which it went back to its flow.
-    back_from: str | None = None
-    # A full backend that it waits for, "" for none.
-    later: str = ""
+    excluded: frozenset[str] = frozenset()  # Backends that already failed the request.
+    due_s: tuple[float, float] = (inf, inf)  # Its deadlines on the two clocks of `Deadlines`.
+    key: Key = (0.0, 0.0)  # Its current sort key in the flow.
+    blocked_by: str | None = None  # The queue of `BlockedRequests` (usage limit or backend) in which it waits.
+    on_hold: bool = False  # It is on hold: it arrived while no backend that it may use was up.
+    back_from: str | None = None  # The queue of `BlockedRequests` from which it went back to its flow.
+    later: str = ""  # A full backend that it waits for, "" for none.
     gone: bool = False
 
 
@@ -144,10 +137,8 @@ class Band:
         self.on_ended = fairness.ended if _overrides(fairness, "ended") else None
         self._faults = faults
         self.size = 0
-        # The only request of the band. It is put into a line when a second one comes.
-        self._only: Queued | None = None
-        self.ranked_s = -inf
-        """The ranks of that time apply."""
+        self._only: Queued | None = None  # The only request of the band. It is put into a line when a second one comes.
+        self.ranked_s = -inf  # The ranks of that time apply.
         self._sorted_lines: dict[str, _Line] = {}
         self._continued = _Line()
         self.turns: LazyHeap[float, Queued] = LazyHeap(waits)

@@ -10,13 +10,10 @@ from llmproxy.core.domain import Outcome, Refused, Request
 from llmproxy.core.settings import UsageLimit
 from llmproxy.core.token_bucket import TokenBucket
 
-MINUTE_S = 60.0
-"""The burst of a limit: everything that it allows in this time may be used at once."""
+MINUTE_S = 60.0  # The burst of a limit: everything that it allows in this time may be used at once.
 REQUESTS, TOKENS = "requests", "tokens"
-RateName = tuple[str, str]
-"""(Limit, REQUESTS or TOKENS)."""
-Rate = tuple[str, str, float]
-"""(Limit, REQUESTS or TOKENS, number per minute)."""
+RateName = tuple[str, str]  # (Limit, REQUESTS or TOKENS).
+Rate = tuple[str, str, float]  # (Limit, REQUESTS or TOKENS, number per minute).
 
 
 class Rates(Protocol):
@@ -48,10 +45,8 @@ class Rates(Protocol):
 class _Account:
     """A request that has not ended."""
 
-    # Expected tokens.
-    tokens: float
-    # The real tokens of an attempt have been charged.
-    corrected: bool = False
+    tokens: float  # Expected tokens.
+    corrected: bool = False  # The real tokens of an attempt have been charged.
 
 
 class RateLimits:

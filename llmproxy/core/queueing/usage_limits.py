@@ -9,8 +9,7 @@ from llmproxy.core.queueing.day_budgets import DayBudgets
 from llmproxy.core.queueing.rate_limits import RateLimits, Rates
 from llmproxy.core.settings import UsageLimit
 
-UNBOUNDED_FREE = 64
-"""Maximum number of blocked requests that go back to their flows at once after a limit was removed."""
+UNBOUNDED_FREE = 64  # Maximum number of blocked requests that go back to their flows at once after a limit was removed.
 
 
 class _Use:
@@ -19,8 +18,7 @@ class _Use:
         self.most = most
 
 
-_UNLIMITED = _Use(None)
-"""The use of a limit that the configuration no longer has, while requests still refer to it."""
+_UNLIMITED = _Use(None)  # The use of a limit that the configuration no longer has, while requests still refer to it.
 
 
 class UsageLimits:

@@ -55,21 +55,18 @@ class WaitingRoom:
         self._drain = drain
         # Band -> (time, reason) of the last decision that made the band wait.
         self._wait_reasons: dict[int, tuple[float, WaitReason]] = {}
-        self.bands = _Bands(self.make_band)
-        """Priority level -> band, created at the first use."""
+        self.bands = _Bands(self.make_band)  # Priority level -> band, created at the first use.
         # Band -> its requests, the newest first and the rests of streams last, for shedding. Requests are sorted only
         # when one must be shed.
         self._newest: dict[int, LazyHeap[float, Queued]] = {}
         self._unsorted: list[Queued] = []
         self.blocked = BlockedRequests()
-        # Label -> id of the last request with this label.
-        self._labels: dict[str, str] = {}
+        self._labels: dict[str, str] = {}  # Label -> id of the last request with this label.
         # Request id -> waiting request; and the expected tokens of all waiting requests.
         self.waiting: dict[str, Queued] = {}
         self.deadlines = Deadlines(settings.queue.no_backend_wait_s, self.waiting)
         self.prompt_tokens = self.output_tokens = 0
-        # All bands, highest first.
-        self.order: list[int] = []
+        self.order: list[int] = []  # All bands, highest first.
 
     def reconfigure(self, settings: Settings, now: float) -> None:
         """Applies new settings. Bands and their requests stay."""

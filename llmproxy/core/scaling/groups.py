@@ -10,14 +10,11 @@ from msgspec import Struct
 
 class Group(Struct, frozen=True):
     name: str
-    # Price of a replica, in any unit.
-    cost: float = 1.0
-    # Relative to the usual replica of the pool.
-    speed: float = 1.0
-    # Replicas that are up, and the allowed range (`max` None: no upper bound).
-    up: int = 0
+    cost: float = 1.0  # Price of a replica, in any unit.
+    speed: float = 1.0  # Relative to the usual replica of the pool.
+    up: int = 0  # Replicas that are up.
     min: int = 0
-    max: int | None = None
+    max: int | None = None  # None: no upper bound.
 
 
 class GroupNeed(Struct, frozen=True):

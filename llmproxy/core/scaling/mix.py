@@ -13,19 +13,15 @@ from llmproxy.core.estimates.learning import follow
 LONG_S = 120
 SHORT_S = 30
 TREND_S = 60
-HISTORY_S = 180
-"""Arrivals are kept for this time: two windows of `TREND_S`, `LONG_S` apart, give the trend."""
+HISTORY_S = 180  # Arrivals are kept for this time: two windows of `TREND_S`, `LONG_S` apart, give the trend.
 GAIN = 1 / 50
-SEEN_MIN = 3
-"""Number of answers of a size class after which its mean output tokens are used."""
+SEEN_MIN = 3  # Number of answers of a size class after which its mean output tokens are used.
 BLOCK = 10
 """Answers in a block. A block that clearly differs from the mean replaces the mean, because the traffic has changed."""
 BLOCK_SIGMAS = 3.0
-RESTORED_MAX = 50
-"""Largest weight, in answers, of a size class that an earlier process learned."""
+RESTORED_MAX = 50  # Largest weight, in answers, of a size class that an earlier process learned.
 SIZES_MAX = 64
-SLOT_S = 5
-"""Arrivals are counted in slots of this length. All windows are multiples of it."""
+SLOT_S = 5  # Arrivals are counted in slots of this length. All windows are multiples of it.
 HISTORY_SLOTS = HISTORY_S // SLOT_S
 
 
@@ -34,13 +30,10 @@ class SizeClass:
     """Requests whose prompt lengths, in tokens, have the same number of binary digits."""
 
     seen: int = 0
-    # Mean output tokens of an answer, and the mean of their squares.
-    output_tokens: float = 0.0
-    output_squares: float = 0.0
-    # Cached share of the prompt tokens, 0..1.
-    cached_share: float = 0.0
-    # The number and sums of the answers in the current block (`BLOCK`).
-    block: int = 0
+    output_tokens: float = 0.0  # Mean output tokens of an answer.
+    output_squares: float = 0.0  # Mean of their squares.
+    cached_share: float = 0.0  # Cached share of the prompt tokens, 0..1.
+    block: int = 0  # Number of answers in the current block (`BLOCK`), with their sums below.
     block_tokens: float = 0.0
     block_squares: float = 0.0
 
@@ -79,14 +72,11 @@ class Tokens(NamedTuple):
     """The work of some requests, in tokens."""
 
     requests: float
-    # All prompt tokens.
-    prompt: float
-    # Uncached prompt tokens, and the mean number of earlier tokens that each of them attends to.
-    compute: float
-    before: float
+    prompt: float  # All prompt tokens.
+    compute: float  # Uncached prompt tokens.
+    before: float  # Mean number of earlier tokens that an uncached token attends to.
     output: float
-    # Tokens that an answer occupies in the KV cache, averaged over its time.
-    kv_tokens: float
+    kv_tokens: float  # Tokens that an answer occupies in the KV cache, averaged over its time.
 
 
 NO_TOKENS = Tokens(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -128,16 +118,12 @@ class Mix:
 
     def __init__(self) -> None:
         self.sizes: dict[int, SizeClass] = {}
-        # Slot number -> size class -> arrivals. `_counts` is the current slot, `_slot` its number.
-        self._slots: dict[int, dict[int, Count]] = {}
-        # (Begin, end) seconds ago -> running sums.
-        self._windows: dict[tuple[int, int], _Window] = {}
-        self._counts: dict[int, Count] = {}
-        self._slot = -1
-        # First arrival.
-        self.first_s: float | None = None
-        # Answers learned from.
-        self.ended = 0
+        self._slots: dict[int, dict[int, Count]] = {}  # Slot number -> size class -> arrivals.
+        self._windows: dict[tuple[int, int], _Window] = {}  # (Begin, end) seconds ago -> running sums.
+        self._counts: dict[int, Count] = {}  # The current slot.
+        self._slot = -1  # The number of the current slot.
+        self.first_s: float | None = None  # First arrival.
+        self.ended = 0  # Answers learned from.
         self.restored = False
 
     def restore(self, sizes: Sequence[tuple[int, int, float, float]], squares: Sequence[float]) -> bool:

@@ -29,72 +29,52 @@ from llmproxy.core.scaling.groups import GroupNeed
 from llmproxy.core.scaling.mix import LONG_S, NO_TOKENS, SHORT_S, TREND_S, Mix, Sizes, Tokens, total_requests
 from llmproxy.core.settings import ScalingSettings
 
-MARGIN = 0.8
-"""The share of an objective per output token that may be planned with, because batches vary."""
+MARGIN = 0.8  # The share of an objective per output token that may be planned with, because batches vary.
 KV_MARGIN = 0.9
 """The share of a KV cache that may be planned with: an engine with a full cache preempts answers and recomputes
 them."""
-AHEAD_MAX = 0.6
-"""The largest share that a trend adds to the work."""
-ASK_S = 15.0
-"""The interval at which an autoscaler reads the number, which delays new replicas."""
-SIGMAS = 2.0
-"""A change by more standard deviations of a Poisson process than this is not chance."""
-ENDED_MIN = 30
-"""Number of answers after which the computed number of replicas is trusted."""
-FULL_S = 10.0
-"""If requests wait for this time without a pause while every replica is full, the load is not a burst."""
+AHEAD_MAX = 0.6  # The largest share that a trend adds to the work.
+ASK_S = 15.0  # The interval at which an autoscaler reads the number, which delays new replicas.
+SIGMAS = 2.0  # A change by more standard deviations of a Poisson process than this is not chance.
+ENDED_MIN = 30  # Number of answers after which the computed number of replicas is trusted.
+FULL_S = 10.0  # If requests wait for this time without a pause while every replica is full, the load is not a burst.
 TURNS = 8
-DIGITS = 2
-"""KEDA truncates numbers after three digits. With two digits it computes the same whole number of replicas."""
+DIGITS = 2  # KEDA truncates numbers after three digits. With two digits it computes the same whole number of replicas.
 
 
 class ReplicaFacts(Struct, frozen=True):
     """The properties of a replica that scaling needs."""
 
     up: bool
-    # Learned batch limit, None if none was learned.
-    limit: int | None
-    # Size of the KV cache, and its usage (0..1).
-    kv_tokens: int | None
-    kv_used: float | None
+    limit: int | None  # Learned batch limit, None if none was learned.
+    kv_tokens: int | None  # Size of the KV cache.
+    kv_used: float | None  # Usage of the KV cache (0..1).
     max_adapters: int | None = None
-    # Speed relative to the usual replica.
-    pace: float = 1.0
-    # Whether it is a prefill replica.
-    for_prompts: bool = False
-    # Whether it has no room for another request of `from_band` or above.
-    full: bool = False
+    pace: float = 1.0  # Speed relative to the usual replica.
+    for_prompts: bool = False  # Whether it is a prefill replica.
+    full: bool = False  # Whether it has no room for another request of `from_band` or above.
     backend: str = ""
 
 
 class Demand(Struct, frozen=True):
     """The waiting and running requests of a pool, as scaling needs them besides the arrivals."""
 
-    # Sequences in flight of the bands from `from_band` on, and of lower bands.
-    running: int
-    others: int
+    running: int  # Sequences in flight of the bands from `from_band` on.
+    others: int  # Sequences in flight of lower bands.
     waiting: Sizes
-    # Requests on hold for a pool without replicas.
-    on_hold: int
-    # Recently requested adapters.
-    adapters: int
-    # Seconds since the last request; 0 while any is in flight or waits.
-    idle_s: float
-    # Seconds for which at least one request has been waiting.
-    waited_s: float = 0.0
+    on_hold: int  # Requests on hold for a pool without replicas.
+    adapters: int  # Recently requested adapters.
+    idle_s: float  # Seconds since the last request; 0 while any is in flight or waits.
+    waited_s: float = 0.0  # Seconds for which at least one request has been waiting.
 
 
 class Capacity(Struct, frozen=True):
     """The capacity of a usual replica for this mix of requests."""
 
-    # Maximum number of sequences at once.
-    seats: float
-    # Replica-seconds of a request's prompt and of its answer.
-    prompt_s: float
-    output_s: float
-    # Backend -> speed relative to the usual replica.
-    speeds: Mapping[str, float] = {}
+    seats: float  # Maximum number of sequences at once.
+    prompt_s: float  # Replica-seconds of a request's prompt.
+    output_s: float  # Replica-seconds of its answer.
+    speeds: Mapping[str, float] = {}  # Backend -> speed relative to the usual replica.
 
     @property
     def request_s(self) -> float:
@@ -116,26 +96,18 @@ class RoleNeed(Struct, frozen=True):
 class Need(Struct, frozen=True):
     """The number of replicas that a pool needs, and why."""
 
-    # Whole replicas, within the configured bounds.
-    desired: int
-    # The number before rounding and bounds.
-    need: float
-    # The largest term, or the bound or rule that decided.
-    reason: str
-    # Whether enough is known; otherwise the current number is kept.
-    sure: bool
+    desired: int  # Whole replicas, within the configured bounds.
+    need: float  # The number before rounding and bounds.
+    reason: str  # The largest term, or the bound or rule that decided.
+    sure: bool  # Whether enough is known; otherwise the current number is kept.
     up: int
-    # Maps each term to its number of replicas.
-    terms: dict[str, float]
-    # The work of prompts and of answers, in replicas.
-    prefill: float
-    decode: float
+    terms: dict[str, float]  # Maps each term to its number of replicas.
+    prefill: float  # The work of prompts, in replicas.
+    decode: float  # The work of answers, in replicas.
     capacity: Capacity | None
-    # Waiting requests, and their replica-seconds.
-    waiting: int
-    waiting_s: float
-    # Seconds until a new replica serves.
-    start_s: float
+    waiting: int  # Waiting requests.
+    waiting_s: float  # Replica-seconds of the waiting requests.
+    start_s: float  # Seconds until a new replica serves.
     # The need of this proxy's own requests, 0 if unknown. The sum over several proxies is the need of all.
     own: float = 0.0
     groups: dict[str, GroupNeed] = {}

@@ -20,8 +20,7 @@ from llmproxy.core.settings import ScalingSettings
 ADAPTERS_S = 300.0
 ADAPTERS_MAX = 10_000
 TPOT_GAIN = 0.02
-START_S = 120.0
-"""Assumed time until a new replica serves, before `STARTS_MIN` were observed."""
+START_S = 120.0  # Assumed time until a new replica serves, before `STARTS_MIN` were observed.
 STARTS_MIN, STARTS_KEPT = 3, 20
 
 
@@ -31,8 +30,7 @@ class _Engine:
     __slots__ = ("area", "at_s", "prompt_tokens", "sequences")
 
     def __init__(self, now: float) -> None:
-        # Sequences in flight.
-        self.sequences = 0
+        self.sequences = 0  # Sequences in flight.
         # The integral of `sequences` over time up to `at_s`, and the sum of prompt tokens weighted by attention.
         self.area = self.prompt_tokens = 0.0
         self.at_s = now
@@ -45,8 +43,7 @@ class _Engine:
         return self.area
 
 
-_Begun = tuple[_Engine, float, float, float]
-"""(Engine, its `area`, its `prompt_tokens`, time) when a request was sent."""
+_Begun = tuple[_Engine, float, float, float]  # (Engine, its `area`, its `prompt_tokens`, time) when a request was sent.
 
 
 class PoolScaling(LeaseObserver):
@@ -57,33 +54,22 @@ class PoolScaling(LeaseObserver):
         self.mix = Mix()
         self.curve = StepCurve()
         self._engines: dict[str, _Engine] = {}
-        # Lease -> totals of its engine at its begin.
-        self._begun: dict[int, _Begun] = {}
+        self._begun: dict[int, _Begun] = {}  # Lease -> totals of its engine at its begin.
         self.waiting: dict[str, tuple[int, Count]] = {}
         """Waiting request -> its prompt tokens, and the count of its size class."""
-        # The time since which at least one waits, and the counts by size class.
-        self._waiting_since_s = 0.0
-        # Mean learned batch limit, kept for a pool whose last replica is gone.
-        self._usual_limit: float = UNPUBLISHED
-        self._sizes: dict[int, Count] = {}
-        # Sequences in flight from `from_band` on, and of lower bands.
-        self._running = self._others = 0
-        # Requests on hold while the pool has no replica.
-        self._on_hold = 0
-        # Pools that became part of this one and still have requests in flight.
-        self._joined: list[PoolScaling] = []
-        # Adapter -> its last request, the oldest first.
-        self._adapters: OrderedDict[str, float] = OrderedDict()
-        # Mean objective per output token of the requests, and their number.
-        self._tpot_s: float | None = None
-        self._tpots = 0
-        # Last request.
-        self._asked_s: float | None = None
+        self._waiting_since_s = 0.0  # The time since which at least one request waits.
+        self._sizes: dict[int, Count] = {}  # Size class -> its waiting requests.
+        self._usual_limit: float = UNPUBLISHED  # Mean learned batch limit, kept after the last replica is gone.
+        self._running = self._others = 0  # Sequences in flight from `from_band` on, and of lower bands.
+        self._on_hold = 0  # Requests on hold while the pool has no replica.
+        self._joined: list[PoolScaling] = []  # Pools that became part of this one and still have requests in flight.
+        self._adapters: OrderedDict[str, float] = OrderedDict()  # Adapter -> its last request, the oldest first.
+        self._tpot_s: float | None = None  # Mean objective per output token of the requests with one.
+        self._tpots = 0  # Number of these requests.
+        self._asked_s: float | None = None  # The time of the last request.
         self._attention = 0.0
-        # Last observation.
-        self._learned_s = -inf
-        # Observed start times of replicas.
-        self._starts: deque[float] = deque(maxlen=STARTS_KEPT)
+        self._learned_s = -inf  # The time of the last observation.
+        self._starts: deque[float] = deque(maxlen=STARTS_KEPT)  # Observed start times of replicas.
 
     def reconfigure(self, settings: ScalingSettings) -> None:
         self._settings = settings

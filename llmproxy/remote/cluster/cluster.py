@@ -24,10 +24,8 @@ from llmproxy.remote.messages import Hello, Message, NotLeader, ToMember, Welcom
 from llmproxy.remote.server import LeaseServer, Page, Services
 from llmproxy.scheduling.dispatcher import Dispatcher
 
-RESUME_WAIT_S = 0.3
-"""Maximum wait of a new leader for members to report their requests and leases, before it decides."""
-WITHOUT_LEADER_S = 5.0
-"""Without a leader, requests are refused after the lock time plus this time."""
+RESUME_WAIT_S = 0.3  # Maximum wait of a new leader for members to report their requests and leases, before it decides.
+WITHOUT_LEADER_S = 5.0  # Without a leader, requests are refused after the lock time plus this time.
 
 
 _log = structlog.get_logger()
@@ -56,21 +54,16 @@ class Cluster:
         self._loop = asyncio.get_running_loop()
         self.epoch = 0
         self.leadership: Leadership | None = None
-        self.members: tuple[str, ...] = ()
-        """Names of all members, as the leader last announced them."""
+        self.members: tuple[str, ...] = ()  # Names of all members, as the leader last announced them.
         self.sessions: MemberSessions | None = None
         """The sessions of all members, including this one; None while this member does not lead."""
-        self.lock_error: str | None = None
-        """Why the lock store cannot be reached; None while it can."""
-        self.leader_changes = 0
-        """How often this member began to lead or to follow a leader."""
-        self.last_gap_s: float | None = None
-        """How long this member had no leader before the current leader."""
+        self.lock_error: str | None = None  # Why the lock store cannot be reached; None while it can.
+        self.leader_changes = 0  # How often this member began to lead or to follow a leader.
+        self.last_gap_s: float | None = None  # How long this member had no leader before the current leader.
         self._expected: frozenset[str] = frozenset()
         """Members that should report before a new leader decides: the last announced members."""
         self._until_s = -inf
-        self._resume_timer: asyncio.TimerHandle | None = None
-        """Set while a new leader waits for members to report."""
+        self._resume_timer: asyncio.TimerHandle | None = None  # Set while a new leader waits for members to report.
         self._leader_lost_s = self._loop.time()
         self._connection: LeaderConnection | None = None
         self._dialer = Dialer(network, lambda: self._hello, self.handle, self.lost)

@@ -34,8 +34,7 @@ FALLBACKS: Mapping[type[Enum], Enum] = {
     Verdict: Verdict.CLIENT_GONE,
 }
 """The replacement of unknown values, for each enum of the protocol."""
-UNKNOWN_MAX = 100
-"""Number of unknown values that are logged, each once."""
+UNKNOWN_MAX = 100  # Number of unknown values that are logged, each once.
 
 MessageT = TypeVar("MessageT")
 _log = structlog.get_logger()

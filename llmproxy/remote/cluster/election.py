@@ -21,8 +21,7 @@ RENEW_SHARE = 0.25
 """The interval at which the leader renews the lock and followers read it, as a share of the lock time."""
 FENCE_SHARE = 0.75
 """Time for which a leader may decide after it sent a successful renewal, as a share of the lock time."""
-SEEK_S = 0.1
-"""Interval of reading the lock, for a member that cannot reach a leader."""
+SEEK_S = 0.1  # Interval of reading the lock, for a member that cannot reach a leader.
 
 _log = structlog.get_logger()
 
@@ -31,11 +30,9 @@ _log = structlog.get_logger()
 class Leadership:
     """The holder of a lock."""
 
-    holder: str
-    """The id of the process; see `Cluster.id`."""
+    holder: str  # The id of the process; see `Cluster.id`.
     address: str
-    epoch: int
-    """The number of this term of leadership. Each term has a higher epoch than all terms before."""
+    epoch: int  # The number of this term of leadership. Each term has a higher epoch than all terms before.
 
 
 class LockStore(Protocol):
@@ -60,8 +57,7 @@ class LockStore(Protocol):
     async def close(self) -> None: ...
 
 
-EPOCH_MAX = (1 << 31) - 1
-"""The highest epoch: a Kubernetes Lease counts its transitions in 32 bits."""
+EPOCH_MAX = (1 << 31) - 1  # The highest epoch: a Kubernetes Lease counts its transitions in 32 bits.
 
 
 class ElectionMember(Protocol):
@@ -99,8 +95,7 @@ class Election:
         self._epoch = 0
         self._is_leader = False
         self._until_s = 0.0
-        self.campaigning = campaign
-        """Whether this member takes the lock when it is free."""
+        self.campaigning = campaign  # Whether this member takes the lock when it is free.
         self._may_hold_lock = False
         self._store_access = asyncio.Lock()
         self._wake = asyncio.Event()

@@ -9,20 +9,15 @@ from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.rate_limits import RateName
 from llmproxy.remote.messages import Balances, Drained, Learned, Message, RateDebts, ResponseStored
 
-ANNOUNCE_S = 1.0
-"""Interval of announcing balances of flows and debts of rate limits."""
-LEARNED_S = 5.0
-"""Interval of announcing learned limits and capacities."""
-FLOWS_MAX = 4096
-"""The maximum number of flows in a message, so that the message fits into a frame."""
+ANNOUNCE_S = 1.0  # Interval of announcing balances of flows and debts of rate limits.
+LEARNED_S = 5.0  # Interval of announcing learned limits and capacities.
+FLOWS_MAX = 4096  # The maximum number of flows in a message, so that the message fits into a frame.
 FLOWS_KNOWN_MAX = 50_000
 """The number of flows of one band that a member remembers. Other flows start anew under the next leader."""
-RATES_MAX = 4096
-"""The maximum number of rate limits in a message, so that the message fits into a frame."""
+RATES_MAX = 4096  # The maximum number of rate limits in a message, so that the message fits into a frame.
 RATES_KNOWN_MAX = 50_000
 """The number of rate limits that a member remembers. Older limits count as unused under the next leader."""
-SAME_S = 0.001
-"""Debts that end less than this apart are equal: the difference is rounding."""
+SAME_S = 0.001  # Debts that end less than this apart are equal: the difference is rounding.
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +26,11 @@ class MemberCallbacks:
 
     record_stored: Callable[[ResponseStored], ResponseStored]
     """As leader: records a stored response of a member. Returns the valid owner: the first report wins."""
-    record_owner: Callable[[ResponseStored], object]
-    """As follower: records the owner that the leader announces."""
-    stored_responses: Callable[[], Iterable[ResponseStored]]
-    """Returns all known stored responses, oldest first."""
-    drained: Callable[[], Drained]
-    """Returns the backends that an operator has drained."""
-    apply_drained: Callable[[Drained], None]
-    """Drains and undrains backends as the leader announces."""
-    learned: Callable[[], Learned]
-    """Returns the learned limits and capacities."""
+    record_owner: Callable[[ResponseStored], object]  # As follower: records the owner that the leader announces.
+    stored_responses: Callable[[], Iterable[ResponseStored]]  # Returns all known stored responses, oldest first.
+    drained: Callable[[], Drained]  # Returns the backends that an operator has drained.
+    apply_drained: Callable[[Drained], None]  # Drains and undrains backends as the leader announces.
+    learned: Callable[[], Learned]  # Returns the learned limits and capacities.
     restore_learned: Callable[[Learned, float], None]
     """Loads announced limits and capacities, with the loop time at which they were received."""
 
@@ -112,8 +102,7 @@ class AnnouncedBalances:
     """The last announced balances of flows."""
 
     def __init__(self) -> None:
-        self.latest: dict[tuple[str, int], dict[str, float]] = {}
-        """(Pool, band) -> flow -> balance."""
+        self.latest: dict[tuple[str, int], dict[str, float]] = {}  # (Pool, band) -> flow -> balance.
 
     def deltas(self, current: Mapping[tuple[str, int], Mapping[str, float]]) -> Iterator[Balances]:
         """Yields the changes from the last announced balances to `current`."""

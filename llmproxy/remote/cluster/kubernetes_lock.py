@@ -15,8 +15,7 @@ from llmproxy.backends.kubernetes.api import ApiError, KubernetesApi
 from llmproxy.remote.cluster.election import EPOCH_MAX, Leadership
 from llmproxy.scheduling.valkey import StoreError
 
-ADDRESS = "llmproxy/address"
-"""The annotation with the address of the holder."""
+ADDRESS = "llmproxy/address"  # The annotation with the address of the holder.
 CONFLICT, MISSING, FORBIDDEN = 409, 404, 403
 TRIES = 5
 """Attempts per call. Each conflict means that another member succeeded. More conflicts are a fault of the server."""

@@ -24,14 +24,11 @@ from llmproxy.remote.link import Link, Sender
 from llmproxy.remote.messages import Hello, Message, RememberedPrefix, ToMember
 from llmproxy.scheduling.dispatcher import Dispatcher
 
-PREFIXES_MAX = 2_000
-"""Prompts that a member remembers for its next leader."""
+PREFIXES_MAX = 2_000  # Prompts that a member remembers for its next leader.
 HASHES_MAX = 100_000
 """Block hashes of all remembered prompts. They describe 50 MB of text, use 4 MB of memory and fill 1 MB of frames."""
-DISCOVERY_LAG_S = 10.0
-"""Maximum wait for the leader to find a backend that this member has found."""
-CONNECT_S = 2.0
-"""Maximum time for connecting, until the leader's Welcome."""
+DISCOVERY_LAG_S = 10.0  # Maximum wait for the leader to find a backend that this member has found.
+CONNECT_S = 2.0  # Maximum time for connecting, until the leader's Welcome.
 
 _log = structlog.get_logger()
 

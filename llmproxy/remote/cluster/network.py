@@ -20,12 +20,9 @@ from llmproxy.lifecycle.descriptors import member_connections_max
 from llmproxy.lifecycle.sockets import open_sockets
 
 WILDCARDS = frozenset({"0.0.0.0", "::", ""})
-HELLO_S = 2.0
-"""Maximum time for an accepted connection to identify itself, including the TLS handshake."""
-ADDRESS_MAX = 16
-"""Maximum number of pending connections from one address."""
-LOG_S = 60.0
-"""Closed connections are logged at most this often."""
+HELLO_S = 2.0  # Maximum time for an accepted connection to identify itself, including the TLS handshake.
+ADDRESS_MAX = 16  # Maximum number of pending connections from one address.
+LOG_S = 60.0  # Closed connections are logged at most this often.
 
 Peer = tuple[object, ...]
 _log = structlog.get_logger()

@@ -20,8 +20,7 @@ from llmproxy.remote.server import Page
 PATH = "/admin/cluster"
 LEADER_PATHS = (SCALE, "/debug", "/admin", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 """Prefixes of paths that the leader answers, because they concern the waiting room or the scheduler's backends."""
-PAGE_BYTES_MAX = 8 << 20
-"""A longer page would not fit into a frame."""
+PAGE_BYTES_MAX = 8 << 20  # A longer page would not fit into a frame.
 PASSED_ON_MAX = 2
 """Maximum number of hops: from a member to the leader that it knows, and from there to the actual leader."""
 UNLED = "The cluster has no leader now, and the next leader would not know of this change. Try again."

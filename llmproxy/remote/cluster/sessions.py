@@ -53,10 +53,8 @@ class MemberSession:
         self._grace: asyncio.TimerHandle | None = None
         self.hello = hello
         self.server = LeaseServer(services, self._handle)
-        self.over = False
-        """Whether the session has ended; a reconnecting member then gets a new session."""
-        self.gone = asyncio.Event()
-        """Set when the session has ended and none of its requests is left."""
+        self.over = False  # Whether the session has ended; a reconnecting member then gets a new session.
+        self.gone = asyncio.Event()  # Set when the session has ended and none of its requests is left.
 
     @property
     def connected(self) -> bool:

@@ -27,10 +27,8 @@ class StandaloneMode:
         self._dispatcher = dispatcher
         self._leasing = leasing
         self._session: MemberSession | None = None
-        self._stored: deque[ResponseStored] = deque(maxlen=UNSENT_MAX)
-        """Stored responses to report to the next leader."""
-        self.limit_divisor = 0
-        """0 while inactive, else the last known number of members. Every limit is divided by it."""
+        self._stored: deque[ResponseStored] = deque(maxlen=UNSENT_MAX)  # Stored responses to report to the next leader.
+        self.limit_divisor = 0  # 0 while inactive, else the last known number of members. Every limit is divided by it.
 
     def begin(self, services: Services, me: Hello, limit_divisor: int, without_leader_s: float) -> None:
         """Enters standalone mode."""

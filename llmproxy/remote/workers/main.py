@@ -42,8 +42,7 @@ from llmproxy.upstream.client import HttpUpstream
 from llmproxy.upstream.endpoints import Endpoints
 from llmproxy.upstream.port import Upstream
 
-BODY_BYTES_REPORT_S = 1.0
-"""Interval of reporting the buffered bytes of request bodies for the metrics."""
+BODY_BYTES_REPORT_S = 1.0  # Interval of reporting the buffered bytes of request bodies for the metrics.
 
 _log = structlog.get_logger()
 
@@ -120,8 +119,7 @@ class SchedulerConnection:
     """The connection to the scheduler. Queues messages until the worker can handle them."""
 
     def __init__(self) -> None:
-        self.over = asyncio.Event()
-        """Set when the worker must end: it received `StopWorker`, or the scheduler is gone."""
+        self.over = asyncio.Event()  # Set when the worker must end: it received `StopWorker`, or the scheduler is gone.
         self.lost = asyncio.Event()
         self.started: asyncio.Future[messages.WorkerStart] = asyncio.get_running_loop().create_future()
         self.link: Link[messages.ToWorker] = Link(TO_WORKER, self._handle_or_queue, self._lost, local=True)

@@ -23,8 +23,7 @@ class WorkerSinks:
     rulebook: Rulebook
     exits: ExitSink
     estimator: Estimator
-    learned: Callable[[str], None]
-    """Gets the model whose estimate has changed."""
+    learned: Callable[[str], None]  # Gets the model whose estimate has changed.
 
 
 class WorkerSession:
@@ -34,16 +33,11 @@ class WorkerSession:
         self._sinks = sinks
         self._loop = asyncio.get_running_loop()
         self.server = LeaseServer(services, self._handle)
-        self.url: asyncio.Future[str] = self._loop.create_future()
-        """The URL at which the worker accepts connections."""
-        self.idle = asyncio.Event()
-        """Set when the worker is shutting down and has no request left."""
-        self.gone = asyncio.Event()
-        """Set when the connection has ended and all requests of the worker are recorded."""
-        self.cut = 0
-        """Number of requests that were open when the connection to the worker ended."""
-        self.buffered_bytes = 0
-        """Buffered bytes of request bodies, as last reported."""
+        self.url: asyncio.Future[str] = self._loop.create_future()  # The URL at which the worker accepts connections.
+        self.idle = asyncio.Event()  # Set when the worker is shutting down and has no request left.
+        self.gone = asyncio.Event()  # Set when the connection has ended and all requests of the worker are recorded.
+        self.cut = 0  # Number of requests that were open when the connection to the worker ended.
+        self.buffered_bytes = 0  # Buffered bytes of request bodies, as last reported.
         self.link: Link[messages.FromWorker] = Link(FROM_WORKER, self.server.handle, self._lost, local=True)
         self.server.attach(self.link)
 

@@ -26,8 +26,7 @@ class Accounts(dict[str, Account]):
         super().__init__()
         self._make = make
         self._forgotten = forgotten
-        self.idle: OrderedDict[str, None] = OrderedDict()
-        """The idle flows, the flow that was used last at the end."""
+        self.idle: OrderedDict[str, None] = OrderedDict()  # The idle flows, the flow that was used last at the end.
 
     def __missing__(self, flow: str) -> Account:
         account = self[flow] = self._make()
