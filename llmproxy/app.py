@@ -434,9 +434,7 @@ def _aliases(config: Config) -> Aliases:
 
 
 def _clients(config: Config) -> ClientLimits:
-    """Returns the limits per client address. With worker processes, the workers apply the configured limits, and this
-    process the default limits.
-    """
+    """Returns the limits per client address. Workers apply the configured limits themselves."""
     return ClientLimits(clients_of_process(config) if config.workers == 1 else ClientsConfig())
 
 

@@ -27,7 +27,7 @@ _log = structlog.get_logger()
 
 
 def run(config: Config, reread: Reread | None = None) -> int:
-    """Serves until SIGTERM or SIGINT, or until a successor serves (SIGUSR2), then drain. Returns the exit code.
+    """Serves until SIGTERM or SIGINT, or until a successor serves (SIGUSR2), then drains. Returns the exit code.
 
     `reread` reads `config` again; None if `config` did not come from a file.
     """

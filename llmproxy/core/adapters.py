@@ -113,9 +113,7 @@ class Adapters:
     # --- requested changes --------------------------------------------------------------------------------------------
 
     def is_changing(self, name: str) -> bool:
-        """Returns whether a change of this adapter is in progress. The next change may begin only after the end of this
-        change.
-        """
+        """Returns whether a change of this adapter is in progress. The next change must wait for its end."""
         return name in self._changing
 
     def load(
@@ -251,9 +249,7 @@ class Adapters:
             self._tidy(change.name)
 
     def _tidy(self, name: str) -> None:
-        """Deletes the record of an adapter without pending changes, and updates the list of adapters that will be
-        loaded.
-        """
+        """Deletes a record without pending changes, and updates the adapters that will be loaded."""
         record = self._record(name)
         if record is not None and not record.wanted and record.joining is None:
             del self._records[name]

@@ -92,10 +92,7 @@ class Slo(Struct, frozen=True):
     tpot_s: float | None = None  # Mean seconds per output token after the first one.
 
     def met(self, ttft_s: float | None, tpot_s: float | None) -> bool:
-        """Returns whether an answer met the objective.
-
-        `ttft_s` is None if no token came, `tpot_s` if fewer than two came.
-        """
+        """Returns whether an answer met the objective. None: too few tokens came for that time."""
         if ttft_s is None or (self.ttft_s is not None and ttft_s > self.ttft_s):
             return False
         return self.tpot_s is None or tpot_s is None or tpot_s <= self.tpot_s
@@ -164,10 +161,7 @@ class Listing(Struct, frozen=True):
 
 
 class KnownLimit(Struct, frozen=True):
-    """A batch limit that an earlier process learned.
-
-    The limit applies to engines with the same base models and the same context length.
-    """
+    """A batch limit that an earlier process learned. It applies to engines with these models and this context."""
 
     limit: int
     settled: bool  # Whether the limit was reached; otherwise the engine was never seen full.
@@ -176,9 +170,7 @@ class KnownLimit(Struct, frozen=True):
 
 
 class KnownCapacity(Struct, frozen=True):
-    """The capacity of a replica and the sizes of requests of a pool, as an earlier process learned them for
-    autoscaling.
-    """
+    """The capacity of a replica and the sizes of a pool's requests, as an earlier process learned them."""
 
     sums: tuple[float, ...]  # The sums of `StepCurve`.
     # Per size class of prompts: class, number of answers, their mean tokens, mean cached share of the prompt.
@@ -201,9 +193,7 @@ class Reading(Struct, frozen=True):
 
 
 class Trouble(StrEnum):
-    """The reason why a poll of a backend failed. Some reasons prove that the process is gone, others prove nothing
-    about it.
-    """
+    """The reason why a poll of a backend failed. Only some reasons prove that the process is gone."""
 
     REFUSED = "refused"
     TIMEOUT = "no_answer"
@@ -329,15 +319,11 @@ class Learned(Struct, frozen=True):
 
 
 class NoCapacity(Struct, frozen=True):
-    """No backend has a free slot under the ceiling of this band. Lower bands are not served either, because priority is
-    strict.
-    """
+    """No backend has a free slot under the ceiling of this band, so lower bands wait too."""
 
 
 class NoMatch(Struct, frozen=True):
-    """Some backend has a free slot, but none that can serve this request. The fairness policy may offer its next
-    flow.
-    """
+    """The backends with a free slot cannot serve this request. The policy may offer its next flow."""
 
     whole_model: bool  # No backend with room serves the model, so other requests for the model need not be tried.
     later: str = ""  # A full backend that this request should wait for; other requests may still be placed.

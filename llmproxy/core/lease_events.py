@@ -35,10 +35,7 @@ class Returned(LeaseEvent, frozen=True, tag=9):
 
 
 class Recomputing(LeaseEvent, frozen=True, tag=31):
-    """The decode stage computes its prompt itself instead of fetching its KV blocks.
-
-    This is no evidence about the prefill backend.
-    """
+    """The decode stage computes its prompt itself. This is no evidence about the prefill backend."""
 
 
 AnyLeaseEvent = Progress | Started | Committed | Returned | Recomputing

@@ -30,8 +30,8 @@ class _Charge(Struct, eq=False):
 
     total: float  # Includes `carried`.
     carried: float  # Charged to earlier leases of the request.
-    prompt: float  # The part of `carried` that stays: of a decode stage all, for the prefill on another backend.
-    credits: Mapping[int, float] = {}  # Band -> credit of its minimum share, as `MinShares.granted` returned them.
+    prompt: float  # The part of `carried` that is final: all for a decode stage, because its prompt is computed.
+    credits: Mapping[int, float] = {}  # Band -> change of its credit, as returned by `MinShares.granted`.
 
 
 class ChargeObserver(LeaseObserver):
@@ -43,8 +43,8 @@ class ChargeObserver(LeaseObserver):
     The charge for a prefill stage is carried over to the next lease of the request. So a prompt is charged once even if
     a second backend computes it again, and the charge is refunded if no answer follows.
 
-    The rest of a stream that broke is charged for its output only, and is no further request for the fairness policy
-    and the minimum shares: the first attempt counted for the whole answer.
+    The rest of a stream that broke is charged for its output only. The fairness policy and the minimum shares do not
+    count it as another request.
     """
 
     def __init__(self, settings: Settings, room: WaitingRoom, min_shares: MinShares, faults: Faults) -> None:
@@ -78,9 +78,7 @@ class ChargeObserver(LeaseObserver):
             charge.credits = self._min_shares.granted(request.band, own, self._room.levels())
 
     def already_charged(self, request: Request, number: int) -> None:
-        """Reverts the charge of a lease that was just granted, because the restored flow balances already include
-        it.
-        """
+        """Reverts the charge of a new lease, because the restored flow balances include it."""
         fairness = self._room.bands[request.band].fairness
         charge = self._charges[number]
         more = (charge.carried - charge.total) / request.weight
@@ -165,9 +163,7 @@ class ReservationObserver(LeaseObserver):
             self.release(lease.request.id)
 
     def release(self, request_id: str) -> str | None:
-        """Releases the reserved slot of a request. Returns the name of its prefill backend; None without a
-        reservation.
-        """
+        """Releases the slot of a request. Returns its prefill backend; None without a reservation."""
         if request_id not in self.by_request:
             return None
         backend, sequences, prefilled_on = self.by_request.pop(request_id)
@@ -305,7 +301,7 @@ class BlameObserver(LeaseObserver):
 
 
 class OutlierObserver(LeaseObserver):
-    """Reports the speed of answers to the outlier detection, and tells a slow backend when it is fast again."""
+    """Reports the speed of answers to the outlier detection, and to a slow backend that is fast again."""
 
     def __init__(self, detection: OutlierDetection) -> None:
         self._detection = detection

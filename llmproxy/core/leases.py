@@ -32,8 +32,8 @@ class LeaseRecord(Struct, eq=False):
 class LeaseObserver:
     """Observes the leases of one pool. A subclass overrides the methods that it needs."""
 
-    only_stages = False  # Whether the observer gets no leases of whole requests.
-    only_limited = False  # Whether the observer gets no leases of requests without usage limits.
+    only_stages = False  # Whether it observes only the stages of split requests.
+    only_limited = False  # Whether it observes only requests with usage limits.
 
     def booked(self, lease: LeaseRecord, now: float) -> None:
         """A request was granted a slot, and this lease begins."""

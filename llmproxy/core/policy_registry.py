@@ -13,9 +13,7 @@ FAULT_REPORT_S = 1.0
 
 
 class Faults:
-    """Collects the exceptions of policies. A policy may be a plugin, so its exception must not corrupt the core's
-    state.
-    """
+    """Collects the exceptions of policies, because a plugin must not corrupt the core's state."""
 
     def __init__(self) -> None:
         self.noted: list[Exception] = []

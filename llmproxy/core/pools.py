@@ -133,9 +133,7 @@ class Pools:
         del self.backends[name]
 
     def replace_process(self, name: str) -> None:
-        """Records that a new process has the name of a backend. Values that were read from the old process are
-        reset.
-        """
+        """Records that a new process has the name of a backend, and resets values read from the old one."""
         self.backends[name].replaced()
         for scheduler in self._all:
             scheduler.leases.replaced(self.backends[name])
@@ -160,9 +158,7 @@ class Pools:
         self._arrange()
 
     def split_limits(self, divisor: int, now: float) -> None:
-        """Divides every limit by `divisor` from the next decision on, because that many processes now decide
-        independently. Bounds of the waiting room are not divided.
-        """
+        """Divides every limit except bounds of the waiting room, because `divisor` processes decide independently."""
         self._limit_divisor = divisor
         debts = self._limits.rates.debts(now)
         # An exhausted rate is exhausted in each part too, and recovers after the same time.
@@ -173,7 +169,6 @@ class Pools:
             backend.limit_divisor = divisor
 
     def _split_usage_limits(self) -> dict[str, UsageLimit]:
-        """Returns the part of each usage limit that this process may use."""
         return {name: limit.split(self._limit_divisor) for name, limit in self.settings.limits.items()}
 
     # --- polls ----------------------------------------------------------------------------------------
@@ -248,9 +243,7 @@ class Pools:
                 new.attach(backend)
 
     def _scheduler_of(self, request: Request) -> Scheduler | None:
-        """Returns the scheduler of the backends that list the model of a request now, whatever the name of their
-        pool.
-        """
+        """Returns the scheduler of the backends that list the model of a request now."""
         if request.backend in self._of_backend:
             return self._of_backend[request.backend]
         target = self.catalogue.served.get(request.model)
@@ -288,9 +281,7 @@ class Pools:
         excluded: frozenset[str] = frozenset(),
         entry: AdmissionKind = AdmissionKind.NEW,
     ) -> None:
-        """Adds a request to the waiting room of its pool. Raises Refused if the request is not admitted, or if the pool
-        has gone since the model name was resolved.
-        """
+        """Adds a request to the waiting room of its pool. Raises Refused, also if the pool is gone by now."""
         scheduler = self._scheduler_of(request)
         if scheduler is None:
             message = f"No backend serves `{request.model}` in this pool any more. Try again shortly."
@@ -300,8 +291,7 @@ class Pools:
         self.scaling.pools[scheduler.pool].arrived(request, now, new=entry is AdmissionKind.NEW, counts=not limited)
 
     def resume(self, request: Request, placed: Placed, at_s: float) -> int | None:
-        """Opens a lease for a request in flight that another scheduler granted at `at_s`. Returns the number of the
-        lease.
+        """Opens a lease that another scheduler granted at `at_s`. Returns its number.
 
         Returns None if this process does not know the backend in that pool. The metrics of the backend then show the
         request as load of other clients.
@@ -382,9 +372,7 @@ class Pools:
             one.ended(request, met, now)
 
     def goes_on_elsewhere(self, request: Request, now: float) -> None:
-        """Keeps the tokens of a request charged to its usage limits, because the process that continues the request
-        charges nothing.
-        """
+        """Keeps the tokens of a request charged to its limits, because it continues at another process."""
         if request.limits:
             self._limits.rates.used(request, expected(request), now)
 
@@ -474,11 +462,7 @@ class Pools:
         return None if scheduler is None else scheduler.pool
 
     def snapshot(self, now: float, flows_max: int | None = None) -> Snapshot:
-        """Returns the waiting requests, why they wait, and the free slots of the backends, with at most `flows_max`
-        flows.
-
-        The cost is proportional to the flows shown.
-        """
+        """Returns the waiting requests and the free slots, with at most `flows_max` flows, which bound the cost."""
         pools: list[PoolSnapshot] = []
         flows_left = TOTAL_FLOWS_MAX if flows_max is None else flows_max
         for scheduler in self._all:
@@ -525,11 +509,7 @@ class Pools:
         return {name: backend.view(now) for name, backend in self.backends.items()}
 
     def ready(self, now: float) -> bool:
-        """Returns whether the proxy can accept requests.
-
-        It can if a listed backend is up and not ejected, or if configured pools hold requests while they have no
-        replica.
-        """
+        """Returns whether the proxy can accept requests: a backend is available, or requests may wait for one."""
         holds = self.settings.queue.no_backend_wait_s > 0.0 and bool(self.settings.scaling.pools)
         return holds or any(b.listing is not None and b.view(now).available for b in self.backends.values())
 

@@ -67,8 +67,8 @@ class Preemption(LeaseObserver):
     def clear(self, backends: Iterable[Backend], now: float) -> Iterable[Preempt]:
         """Yields leases to preempt among the requests that wait inside engines, while a band above `default` is in use.
 
-        An engine with waiting requests has fewer slots than expected, and serves them in order of arrival. So leases
-        are preempted that are ahead of a lease above `default`, or beyond a batch limit that was learned later.
+        An engine with waiting requests has fewer slots than expected, and serves them in order of arrival. So a lease
+        is preempted if it is ahead of a lease above `default`, or beyond a batch limit that was learned later.
         """
         if not self.open or not self._settings.preemption or not self._headroom.used_above(DEFAULT, now):
             return
@@ -86,9 +86,7 @@ class Preemption(LeaseObserver):
                     yield self._preempt(lease)
 
     def _beyond(self, backend: Backend, now: float) -> int:
-        """Returns how many sequences a backend has above its limit and look-ahead, not counting leases that are being
-        preempted.
-        """
+        """Returns how many sequences exceed limit and look-ahead, without leases that are being preempted."""
         if backend.reading is None or not backend.reading.waiting:
             return 0
         view = backend.view(now)
@@ -130,9 +128,7 @@ class Preemption(LeaseObserver):
         return (lease for lease in islice(lowest_first, LOOK_MAX) if lease not in self._pending)
 
     def _gives_back(self, lease: int) -> Backend:
-        """Returns the backend on which the end of a lease frees a slot. For a prefill stage, that is the decode backend
-        with its reserved slot.
-        """
+        """Returns the backend on which the end of a lease frees a slot; the decode backend of a prefill stage."""
         record = self.open[lease]
         return record.answers_on or record.backend
 

@@ -22,9 +22,7 @@ stream more than three times. An engine might abort every answer."""
 
 
 class Cause(Enum):
-    """The cause of a failed attempt. The groups follow its progress: before sending, before the first byte, after
-    it.
-    """
+    """The cause of a failed attempt, grouped by the progress of the attempt."""
 
     # Before the connection.
     LACK = "lack"  # This machine is out of file descriptors or ports, or cannot resolve the name.
@@ -89,8 +87,8 @@ MEANINGS: Mapping[Cause, Meaning] = {
 """The consequences of each cause.
 
 After the first byte to the client, the verdict is the same, and only the rest of the answer may come from another
-backend. It may not where a repetition would end the same way: the request itself was refused (REJECTED), or its answer
-takes longer than a time limit (OVERRAN). The remaining causes contradict an answer that has begun.
+backend. There is no rest if a repetition would end the same way: the request itself was refused (REJECTED), or its
+answer takes longer than a time limit (OVERRAN). The other causes without `rest` cannot occur after the first byte.
 
 The connections of a process that crashed break at once. So an open connection to a port that refuses new ones belongs
 to a process that shuts down (GONE), as vLLM after SIGTERM.
@@ -118,8 +116,8 @@ def cause_of(status: int, *, own_key: bool = True) -> Cause:
 class RetryBudget:
     """Limits retries to a share of requests, so that retries do not overload a failing fleet.
 
-    A retry is not counted if the failed attempt left no work in an engine: no byte was sent, or the process is gone or
-    hangs. The rest of a stream always counts, because its prompt is extra work for the other backends.
+    A retry is free if the failed attempt left no work in an engine: no byte was sent, or the process is gone or hangs.
+    The rest of a stream is never free, because its prompt is extra work for the other backends.
     """
 
     def __init__(self, ratio: float) -> None:
@@ -139,5 +137,5 @@ class RetryBudget:
         return costs_nothing or self._bucket.try_take(1.0, 0.0)
 
     def give_back(self) -> None:
-        """Adds the cost of a retry that was counted and not made."""
+        """Reverts a retry that was counted and not made."""
         self._bucket.take(-1.0, 0.0)

@@ -191,15 +191,13 @@ class Scheduler:
             self._prefilled.append((request, excluded))
             return
         if entry is AdmissionKind.RETRY and request.id in self._blame.too_long:
-            raise Refused(Outcome.UPSTREAM_TIMEOUT, "It takes longer than a time limit allows, and not for a fault.")
+            message = "The answer takes longer than a time limit, although the backend works, so it is not tried again."
+            raise Refused(Outcome.UPSTREAM_TIMEOUT, message)
         self._room.deadlines.set_pool_up(self._backends.any_up(), now)
         self._shed += self._admission.enter(request, excluded, entry, now)
 
     def cancel(self, request_id: str) -> Waited | None:
-        """Removes the request of a client that left, whether it waits or was just shed.
-
-        Returns why the request waited; None if nothing blocked it.
-        """
+        """Removes the request of a client that left. Returns why it waited; None if nothing blocked it."""
         queued = self._room.waiting.get(request_id)
         if queued is not None:
             return self._room.leave(queued)
@@ -244,10 +242,10 @@ class Scheduler:
 
     def decide(self, now: float) -> list[Decision]:
         """Returns the decisions that are due. A second call at the same `now` returns none, unless the first reached
-        its maximum number of decisions.
+        its maximum.
 
-        If a policy raises, the decisions before it are returned, `faults` gets the exception, and this pool decides
-        nothing for FAULT_RETRY_S, because a repeated exception must not delay other pools.
+        If a policy raises, `faults` gets the exception, and the earlier decisions are returned. The pool then rests for
+        FAULT_RETRY_S, so that a repeated exception does not delay other pools.
         """
         if now < self._rests_until_s:
             return []
@@ -326,9 +324,7 @@ class Scheduler:
                 decisions.append(Drop(request, refused.outcome, refused.retry_after_s or 0.0))
 
     def first_blocked(self) -> Key:
-        """Returns (-band, arrival) of the first blocked request whose usage limit is not reached; infinite without
-        one.
-        """
+        """Returns (-band, arrival) of the first blocked request whose limit has room; infinite without one."""
         return self._room.blocked.first(self._limits)
 
     def next_wakeup(self, now: float) -> float | None:

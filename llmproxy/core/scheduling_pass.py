@@ -53,9 +53,7 @@ class Pass(Struct):
     guaranteed_none: set[int] = set()  # Bands whose requests fit nowhere, even by their minimum share.
 
     def grant_all(self) -> None:
-        """Grants requests band by band, the highest first, until no backend has a free slot or the maximum number of
-        decisions is reached.
-        """
+        """Grants requests, the highest band first, until no slot is free or the pass has its maximum of decisions."""
         # A blocked request that was readmitted may fit where the others of its band did not.
         self.guaranteed_none.clear()
         for level in self.parts.room.order:
@@ -103,9 +101,7 @@ class Pass(Struct):
                 self.parts.room.set_wait_reason(lower, WaitReason.HIGHER_BAND, self.now)
 
     def _grant_guaranteed(self) -> bool:
-        """Grants requests of bands that have a credit from their minimum share. Returns whether other grants may
-        follow.
-        """
+        """Grants requests of bands with a credit from their minimum share. Returns whether others may follow."""
         while self.steps < PASS_MAX:
             due = [x for x in self.parts.min_shares.due(self.parts.room.levels()[1:]) if x not in self.guaranteed_none]
             if not due:
@@ -120,9 +116,7 @@ class Pass(Struct):
         return self.steps < PASS_MAX
 
     def _readmit(self, level: int) -> int:
-        """Moves more blocked requests of a band back to their flows, because none of those moved before fitted on a
-        backend. Returns their number.
-        """
+        """Moves more blocked requests of a band back to their flows. Returns their number."""
         readmitted = self.parts.room.readmit(self.now, level)
         self.steps += readmitted
         if readmitted:
@@ -132,9 +126,7 @@ class Pass(Struct):
     def _grant_one(
         self, level: int, ceiling: float, unmatched: Unmatched, *, guaranteed: bool = False
     ) -> Grant | NoCapacity | None:
-        """Grants the next request of a band. Returns None if slots are free, but none that an examined request can
-        use.
-        """
+        """Grants the next request of a band. Returns None if no examined request can use the free slots."""
         band = self.parts.room.bands[level]
         for backend in self.outdated:
             self.parts.backends.refresh(self.views, backend, self.now)

@@ -11,7 +11,7 @@ from llmproxy.core.scaling.groups import Group
 
 IDLE_CEILING = 0.01  # Under this ceiling, only a backend without any request takes a request of the band `idle`.
 BELOW_HIGHEST = 0.99
-"""Maximum ceiling of a lower band, as a share of the highest band's ceiling, because a KV cache is never quite full."""
+"""Maximum ceiling of a lower band, as a share of the highest ceiling, so that some KV cache stays for the highest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +43,7 @@ class HealthSettings:
 
 @dataclass(frozen=True, slots=True)
 class QueueSettings:
-    """Bounds of the waiting room over all pools of the process; None means no bound.
-
-    Tokens are the estimated tokens of prompt and answer.
-    """
+    """Bounds of the waiting room over all pools; None: no bound. Tokens are estimates for prompt and answer."""
 
     requests_max: int
     bytes_max: int
@@ -59,7 +56,7 @@ class QueueSettings:
     flow_tokens_max: int | None
     # Maximum wait while no backend of the pool is up; 0 refuses at once. The queue timeout is paused meanwhile.
     no_backend_wait_s: float
-    startup_wait_s: float  # As `no_backend_wait_s`, before any backend was read.
+    startup_wait_s: float  # As `no_backend_wait_s`, until the first reading of any backend.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,7 @@
 """Snapshots for operators: waiting requests, the reasons why they wait, and the free slots of the backends.
 
-The cost of a snapshot is proportional to the flows shown (at most FLOWS_MAX per band), not to the waiting requests. A
-snapshot reads the order of flows from the fairness policy, as a decision does. The policy `slo` updates itself on such
-a read, a little earlier than it otherwise would; its guarantees are not affected.
+The cost of a snapshot is proportional to the flows shown (at most FLOWS_MAX per band), not to the waiting requests.
+Reading the order of flows may make the policy `slo` update itself a little earlier.
 """
 
 from __future__ import annotations

@@ -8,10 +8,7 @@ ROUNDING_S = 1e-6  # Tolerance for rounding: a client that returns exactly after
 
 
 class TokenBucket:
-    """A bucket of up to `capacity` tokens that refills at `refill_per_s`. It starts full.
-
-    `now` is in seconds on any clock that does not run backwards.
-    """
+    """A bucket of up to `capacity` tokens that refills at `refill_per_s`. It starts full."""
 
     __slots__ = ("_at_s", "_level", "capacity", "refill_per_s")
 

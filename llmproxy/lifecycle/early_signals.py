@@ -17,9 +17,7 @@ _recorded: set[int] = set()
 
 
 def remember() -> None:
-    """Installs the handlers: SIGTERM and SIGINT end this process at once with exit code 0, because there is nothing to
-    drain yet. SIGHUP and SIGUSR2 are recorded for `send_again`.
-    """
+    """Makes SIGTERM and SIGINT end this process at once, and records SIGHUP and SIGUSR2 for `send_again`."""
     end_at_once()
     for number in _LATER:
         signal.signal(number, _record)

@@ -135,9 +135,7 @@ async def successor(sockets: Sockets, drained: Collection[str] = ()) -> subproce
 
 
 def _start_again(variables: Mapping[str, str], fds: Sequence[int]) -> subprocess.Popen[bytes]:
-    """Starts the same command. Uses the interpreter's path, so that a virtual environment replaced at this path takes
-    effect.
-    """
+    """Starts the same command by the interpreter's path, which may lead to a newer virtual environment."""
     return subprocess.Popen([sys.executable, *sys.orig_argv[1:]], env={**os.environ, **variables}, pass_fds=fds)
 
 

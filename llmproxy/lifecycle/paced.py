@@ -21,9 +21,7 @@ class PacedCalls:
         self._taken = 0
 
     def take(self) -> bool:
-        """Returns whether the caller may run its callback now, and then counts it. Otherwise pass the callback to
-        `add`.
-        """
+        """Returns whether the caller may run its callback now, and counts it. If not, call `add`."""
         if self._calls or self._taken >= CALLS:
             return False
         if not self._taken:

@@ -96,9 +96,7 @@ class Sockets:
         return list(dict.fromkeys(address for one in sockets for address in _served(one)))
 
     def serving(self) -> None:
-        """Closes unused inherited sockets, and tells the predecessor to shut down. Call it when all sockets are
-        listening.
-        """
+        """Closes unused inherited sockets, and makes the predecessor shut down. Call it when all sockets listen."""
         for sockets in self._inherited.values():
             for one in sockets:
                 one.close()
@@ -110,9 +108,7 @@ class Sockets:
             self.ready_fd = None
 
     def for_successor(self, ready_fd: int) -> tuple[Mapping[str, str], list[int]]:
-        """Returns the environment variable for a successor, and the descriptors to inherit: the sockets and the ready
-        pipe.
-        """
+        """Returns the environment variable for a successor, and the descriptors that it inherits."""
         fds = {address: [one.fileno() for one in sockets] for address, sockets in self._open.items()}
         handed = json.dumps({"ready_fd": ready_fd, "sockets": fds})
         return {PREDECESSOR: handed}, [ready_fd, *(fd for some in fds.values() for fd in some)]
@@ -140,10 +136,7 @@ def _served(one: socket.socket) -> list[str]:
 
 
 def open_sockets(host: str, port: int, acceptors: int = 1) -> list[socket.socket]:
-    """Opens sockets for each address of a host. `::` covers both families if the system has both.
-
-    Raises OSError, after closing all sockets.
-    """
+    """Opens sockets for each address of a host. `::` covers both families if the system has both. Raises OSError."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     sockets: list[socket.socket] = []
     try:

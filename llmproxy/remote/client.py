@@ -56,10 +56,7 @@ class LeaseClient:
     """Implements the lease calls of `Leasing` by messages to the scheduling process."""
 
     def __init__(self, backends: Container[str]) -> None:
-        """
-        Args:
-            backends: Names of the backends that this process knows.
-        """
+        """Creates a client that knows the backends with these names."""
         self._backends = backends
         self._serial = count(1)
         self._waiting: dict[int, _Waiting] = {}
@@ -72,16 +69,13 @@ class LeaseClient:
 
     @property
     def waiting(self) -> int:
-        """The number of this process's requests that wait for a lease."""
         return len(self._waiting)
 
     @property
     def running(self) -> int:
-        """The number of this process's leases."""
         return len(self._runs)
 
     def grant(self, lease: int) -> Grant:
-        """Returns the grant of a running lease."""
         return self._runs[lease].lease.grant
 
     # --- for requests -------------------------------------------------------------------------------------------------
@@ -89,10 +83,7 @@ class LeaseClient:
     async def admit(
         self, request: Request, excluded: frozenset[str] = frozenset(), entry: AdmissionKind = AdmissionKind.NEW
     ) -> Lease:
-        """Waits for the lease of a request; see `Dispatcher.admit`.
-
-        Cancellation is safe: the other side ends a lease that it has granted meanwhile.
-        """
+        """Waits for a lease, as `Dispatcher.admit`. If cancelled, the other side ends a lease granted meanwhile."""
         if not self.granting or (self.draining and entry is AdmissionKind.NEW):
             raise shutting_down()
         loop = asyncio.get_running_loop()
@@ -118,17 +109,13 @@ class LeaseClient:
             link.send(messages.Admit(asked.call, request, asked.excluded, asked.entry))
 
     def ended(self, request: Request, met: bool | None) -> None:
-        """See `Dispatcher.ended`."""
         self.report(messages.RequestEnded(request.id, met))
 
     def cached(self, grant: Grant, hashes: Sequence[int]) -> None:
-        """See `Dispatcher.cached`."""
         self.report(messages.PrefixCached(grant.request.pool, grant.lease, grant.placed.backend, tuple(hashes)))
 
     def response_stored(self, response_id: str, backend: str, tenant: str) -> None:
-        """Reports a stored response at once, because a client that has the head may use the response at another
-        process.
-        """
+        """Reports a stored response at once: its client may use the response at another process."""
         self.report(messages.ResponseStored(response_id, backend, tenant))
         if self.link is not None:
             self.link.flush()
@@ -143,10 +130,7 @@ class LeaseClient:
     # --- other calls --------------------------------------------------------------------------------------------------
 
     async def answer(self, message: Callable[[int], Message]) -> CallAnswer:
-        """Sends `message(call number)`, and waits for the answer.
-
-        Raises Refused, also if the link is lost. Cancellation is safe: it sends `CancelCall`.
-        """
+        """Sends `message(call number)`, and waits for the answer. Raises Refused, also if the link is lost."""
         call, answer = self._open_call(message)
         try:
             return await answer
@@ -231,9 +215,7 @@ class LeaseClient:
         link.send(messages.Resumed())
 
     def detach(self, link: Sender | None = None) -> None:
-        """Forgets a link that is lost or no longer leads to a leader; None: the current link. Refuses its open
-        calls.
-        """
+        """Forgets a link that leads to no leader (None: the current link), and refuses its open calls."""
         if link is None or self.link is link:
             self.link = None
             for answer in self._calls.values():
@@ -298,9 +280,7 @@ class LeaseClient:
     # --- refusals -----------------------------------------------------------------------------------------------------
 
     def refuse_waiting(self, since_s: float) -> None:
-        """Refuses waiting requests that are past their deadline, or if the clock is past `since_s`, all waiting
-        requests.
-        """
+        """Refuses waiting requests past their deadline; from `since_s` on, all waiting requests."""
         now = _now()
         for asked in [*self._waiting.values()]:
             if asked.granted.done():

@@ -198,10 +198,7 @@ class Link(asyncio.Protocol, Generic[MessageT]):
     # --- sending ------------------------------------------------------------------------------------------------------
 
     def send(self, message: Sendable) -> None:
-        """Sends a message at the end of this turn of the event loop. Does nothing after the connection has ended.
-
-        The connection must be open.
-        """
+        """Sends a message at the end of this turn of the event loop; drops it if the connection has ended."""
         if self.lost:
             return
         if not self._unsent:

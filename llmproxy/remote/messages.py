@@ -62,9 +62,7 @@ class Admit(Message, frozen=True, tag=2):
 
 
 class Resolve(Message, frozen=True, tag=3):
-    """Calls `Dispatcher.resolve` for a name that the worker does not know. Answered by `NameResolved` or
-    `CallRefused`.
-    """
+    """Calls `Dispatcher.resolve` for an unknown name. Answered by `NameResolved` or `CallRefused`."""
 
     call: int
     name: str | None

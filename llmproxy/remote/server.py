@@ -60,10 +60,7 @@ class LeaseServer:
     """Serves the calls of one client process over successive links."""
 
     def __init__(self, services: Services, other: Callable[[FromWorker | FromMember], None]) -> None:
-        """
-        Args:
-            other: Gets messages that do not concern leases.
-        """
+        """Creates the server of one client. `other` gets messages that do not concern leases."""
         self._services = services
         self._dispatcher = services.dispatcher
         self._pools = services.dispatcher.pools
@@ -87,12 +84,10 @@ class LeaseServer:
 
     @property
     def leases(self) -> int:
-        """The number of the client's leases."""
         return len(self._lent)
 
     @property
     def waiting(self) -> int:
-        """The number of unanswered calls."""
         return len(self._tasks)
 
     def send(self, message: Message) -> None:
@@ -107,10 +102,7 @@ class LeaseServer:
         self.link, self.resumed, self._shares_clock = link, False, link.local
 
     def detach(self) -> None:
-        """Handles a lost link. The client's leases go on.
-
-        Pending calls are cancelled. On its next link, the client sends them again with their current age.
-        """
+        """Handles a lost link: cancels calls, which the client repeats on its next link. Its leases go on."""
         self.link = None
         self._cancel_tasks()
         for call in [call for call, lent in self._lent.items() if not lent.acknowledged]:
@@ -130,7 +122,6 @@ class LeaseServer:
             task.cancel()
 
     def forget(self, request_id: str, met: bool | None = None) -> None:
-        """Records the end of a request."""
         self._reported.discard(request_id)
         request = self.requests.pop(request_id, None)
         if request is not None:
@@ -192,9 +183,7 @@ class LeaseServer:
             lease.on_cut()
 
     def _take_back(self, call: int, returned: LeaseEvent | None = None) -> None:
-        """Returns a lease in the next turn of the event loop, after the tasks that wait now. `returned` is None if the
-        client left.
-        """
+        """Returns a lease in the next turn of the loop. `returned` is None if the client left."""
         lease = self._lent.pop(call).lease
         # Breaks the reference cycle of lease and callback, which only the garbage collector could free.
         lease.on_cut = None

@@ -118,7 +118,7 @@ class Attempt(Struct, kw_only=True, omit_defaults=True):
         )
 
     def enter(self, state: AttemptState) -> None:
-        """Change the state. Raises ValueError for a step back, and for any step after DONE.
+        """Changes the state. Raises ValueError for a step back, and for any step after DONE.
 
         A failed attempt may enter DELIVERING, because the client gets the error event that ended its stream, and may
         fail again meanwhile.
@@ -133,7 +133,7 @@ class Attempt(Struct, kw_only=True, omit_defaults=True):
             self.committed = True
 
     def fail(self, outcome: Outcome, cause: Cause, message: str) -> None:
-        """Record a failure. `cause` decides the verdict and whether the request or its rest may be retried."""
+        """Records a failure. `cause` decides the verdict and whether the request or its rest may be retried."""
         meaning = MEANINGS[cause]
         self.enter(AttemptState.FAILED)
         self.outcome, self.verdict, self.message = outcome, meaning.verdict, message
@@ -143,11 +143,11 @@ class Attempt(Struct, kw_only=True, omit_defaults=True):
         self.deadly, self.planned = meaning.deadly, meaning.planned
 
     def complete(self) -> None:
-        """Record that the answer is complete. The client may not have got all of it yet."""
+        """Records that the answer is complete. The client may not have got all of it yet."""
         self.outcome, self.verdict = Outcome.COMPLETED, Verdict.SERVED
 
     def restart(self) -> None:
-        """Forget a refusal of the backend, because the same backend gets another call."""
+        """Forgets a refusal of the backend, because the same backend gets another call."""
         self.state, self.outcome, self.verdict = AttemptState.CONNECTING, Outcome.INTERNAL, Verdict.CLIENT_GONE
         self.again, self.unsplit, self.status, self.message, self.detail = Again.NO, False, None, "", ""
 

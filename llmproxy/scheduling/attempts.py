@@ -49,18 +49,15 @@ async def run_attempts(
     extra_attempts: int,
     rest: Callable[[Attempt], Awaitable[Request | None]] | None = None,
 ) -> Attempt:
-    """Try backends until an attempt succeeds or must not be retried. Returns the last attempt.
+    """Tries backends until an attempt succeeds or must not be retried. Returns the last attempt.
 
     The last attempt may have failed before its first byte although the client has the beginning of the answer from an
-    earlier attempt. Cancellation gives the lease back.
+    earlier attempt. Cancellation gives the lease back. Raises Refused if the request is refused or dropped.
 
-    Args:
-        serve: Carries out an attempt on a lease. Sets its result, and the verdict and usage of the lease.
-        rest: Called after a stream broke, without a lease. Returns the request for the rest of the answer, with the
-            same id and `continued`; or None to give up, with the reason in `routing.not_continued`.
+    `serve` carries out an attempt on a lease. It sets the result, and the verdict and usage of the lease.
 
-    Raises:
-        Refused: The request was refused, or dropped while it waited, at the first or a further attempt.
+    `rest` is called after a stream broke, without a lease. It returns the request for the rest of the answer, with the
+    same id and `continued`; or None to give up, with the reason in `routing.not_continued`.
     """
     clock = asyncio.get_running_loop().time
     entry, left_s = AdmissionKind.NEW, 0.0
@@ -161,10 +158,7 @@ async def run_attempts(
 
 
 def _why_not_continued(request: Request, routing: Routing, dispatcher: Leasing, *, left: bool) -> str | None:
-    """Returns why the rest of a stream must not come from another backend, in words; None if it may.
-
-    `left`: whether the request has attempts left.
-    """
+    """Returns why no other backend may generate the rest of a stream; None if one may. `left`: has attempts left."""
     if not dispatcher.granting:
         return "the proxy shuts down"
     if request.backend is not None:

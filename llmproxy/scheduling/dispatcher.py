@@ -118,9 +118,7 @@ class Dispatcher:
             raise
 
     def resume(self, request: Request, placed: Placed, at_s: float) -> Lease | None:
-        """Returns the lease of a running attempt that another scheduler granted at `at_s`; None if this process does
-        not know the backend.
-        """
+        """Returns the lease of an attempt that another scheduler granted at `at_s`; None without the backend."""
         number = self.pools.resume(request, placed, at_s)
         if number is None:
             return None
@@ -129,9 +127,7 @@ class Dispatcher:
         return lease
 
     def _abandon(self, request: Request, granted: asyncio.Future[Lease]) -> None:
-        """Cancels a request whose client left while it waited, or in the iteration of the event loop that granted
-        it.
-        """
+        """Cancels a request whose client left before or while its lease was granted."""
         if request.id in self._waiting:
             del self._waiting[request.id]
             self._note_left(request, self.pools.cancel(request))
@@ -149,7 +145,7 @@ class Dispatcher:
 
     @contextmanager
     def direct(self, backend: str, cut: Callable[[], None]) -> Iterator[None]:
-        """Count a request to `backend` as in flight there for the duration of the block.
+        """Counts a request to `backend` as in flight there for the duration of the block.
 
         The request does not wait and adds no load, because its answer is already computed. `cut` is called if the
         backend can answer no more. Raises Refused while the proxy drains, or if the backend was removed.
@@ -183,9 +179,7 @@ class Dispatcher:
             self._decide_soon()
 
     def ended(self, request: Request, met: bool | None) -> None:
-        """Records the end of a request. `met`: whether its objective was met; None without an objective or if the
-        client left.
-        """
+        """Records the end of a request. `met`: whether it met its objective; None if that is unknown."""
         self.pools.ended(request, met, _now())
 
     def cached(self, grant: Grant, hashes: Sequence[int]) -> None:
@@ -195,17 +189,13 @@ class Dispatcher:
     async def resolve(
         self, name: str | None, no_backend_wait_s: float, body_bytes: int, key: str = "", beside: str | None = None
     ) -> Target:
-        """Returns the target of a model name. Waits up to `no_backend_wait_s` until a backend that serves the name is
-        up.
+        """Returns the target of a model name. Waits up to `no_backend_wait_s` until a backend serves the name.
 
         Until the first reading of any backend, the wait is at most the setting `startup_wait_s`. Waiting requests are
         in no pool's waiting room, but the limits of a waiting room apply to all of them together. Safe to cancel.
 
-        Args:
-            key, beside: Choose among the targets of a shared alias; see the catalogue.
-
-        Raises:
-            Refused: No backend serves the name, none came up in time, or the limits are reached.
+        `key` and `beside` choose among the targets of a shared alias; see the catalogue. Raises Refused if no backend
+        serves the name, none came up in time, or the limits are reached.
         """
         limits = self.pools.settings.queue
         catalogue = self.pools.catalogue
@@ -277,9 +267,7 @@ class Dispatcher:
     # --- for operators ------------------------------------------------------------------------------------------------
 
     def reconsider(self) -> None:
-        """Schedules a scheduling pass, because backends or settings changed, and wakes requests that wait for a model
-        name.
-        """
+        """Schedules a pass after a change, and wakes requests that wait for a model name."""
         self._wake_nameless()
         self._decide_soon()
 
@@ -373,7 +361,7 @@ class Dispatcher:
     # --- drain --------------------------------------------------------------------------------------------------------
 
     def drain(self, *, finish_waiting: bool = False) -> None:
-        """Refuse new and waiting requests with the outcome `draining`. Leases go on.
+        """Refuses new and waiting requests with the outcome `draining`. Leases go on.
 
         With `finish_waiting`, waiting requests and their further attempts are still granted, until a second call
         without it.
@@ -390,7 +378,7 @@ class Dispatcher:
                 granted.set_exception(shutting_down())
 
     def _wake_nameless(self) -> None:
-        """Wake the requests that wait for a model name whose state may have changed."""
+        """Wakes the requests that wait for a model name whose state may have changed."""
         catalogue = self.pools.catalogue
         if self.draining or catalogue.aliases is not self._aliases:
             resolved = list(self._unresolved)
@@ -409,7 +397,6 @@ class Dispatcher:
         return len(self._leases)
 
     def in_flight(self, backend: str) -> int:
-        """Returns the number of requests in flight on a backend."""
         return len(self.pools.backends[backend].bookings) + len(self._direct.get(backend, ()))
 
     def _is_empty(self, backend: str) -> bool:

@@ -84,10 +84,7 @@ def script_arguments(
 
 
 def parse_result(said: object, asks: int) -> list[tuple[float, int]]:
-    """Parses the result of the script: for each ask, the seconds to wait and which of its rates is used up.
-
-    Raises StoreError for any other result.
-    """
+    """Returns for each ask the seconds to wait, and the index of the rate that is used up. Raises StoreError."""
     if not isinstance(said, list) or len(said) != 2 * asks or not all(isinstance(one, int) for one in said):
         raise StoreError(f"the store answers {str(said)[:100]!r}")
     return [(wait_ms / 1000.0, longest - 1) for wait_ms, longest in zip(said[::2], said[1::2], strict=True)]

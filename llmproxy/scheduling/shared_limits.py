@@ -93,9 +93,7 @@ class SharedLimits:
 
     @classmethod
     def from_config(cls, config: Config) -> SharedLimits | None:
-        """Returns the limits of a configuration; None if limits are not shared. Raises ConfigError if the client
-        library is missing or the URL is invalid.
-        """
+        """Returns the limits of a configuration; None if limits are not shared. Raises ConfigError."""
         chosen = config.shared_limits
         if chosen.store is None:
             return None
@@ -119,12 +117,9 @@ class SharedLimits:
     # --- for requests -------------------------------------------------------------------------------------------------
 
     async def reserve(self, request: Request) -> None:
-        """Charge a new request in the store, before `admit`.
+        """Charges a new request in the store, before `admit`. A cancelled charge is refunded.
 
-        If the caller is cancelled, the charge is refunded.
-
-        Raises:
-            Refused: `rate_limited` if a rate is used up, `rejected_limits_unavailable` if the store is away.
+        Raises Refused: `rate_limited` if a rate is used up, `rejected_limits_unavailable` if the store is away.
         """
         rates = tuple(rate for name in request.limits for rate in self._rates.get(name, ()))
         if not rates:
@@ -144,9 +139,7 @@ class SharedLimits:
             raise Refused(Outcome.REJECTED_LIMITS_UNAVAILABLE, message, RETRY_S)
 
     def admit(self, request: Request, now: float) -> None:
-        """Records a request that `reserve` has charged. If the store is away, this proxy's share of the limits
-        applies.
-        """
+        """Records a request that `reserve` has charged. Without the store, applies this proxy's share."""
         charge = self._charges.get(request.id)
         if charge is not None:
             charge.entered = True
@@ -154,7 +147,6 @@ class SharedLimits:
             self._alone.admit(request, now)
 
     def used(self, request: Request, tokens: float, now: float) -> None:
-        """Charges the tokens of one attempt. The first call for a request replaces its expected tokens."""
         charge = self._charges.get(request.id)
         if charge is not None:
             self._correct(charge, 0.0, tokens - (0.0 if charge.corrected else charge.tokens))
@@ -163,9 +155,7 @@ class SharedLimits:
             self._alone.used(request, tokens, now)
 
     def ended(self, request: Request, now: float) -> None:
-        """Refunds expected tokens that were never used. A request that never entered the waiting room is refunded as a
-        whole.
-        """
+        """Refunds expected tokens that were never used; all of the charge if the request was not admitted."""
         charge = self._charges.pop(request.id, None)
         if charge is not None:
             self._correct(charge, 0.0 if charge.entered else -1.0, 0.0 if charge.corrected else -charge.tokens)
@@ -186,7 +176,7 @@ class SharedLimits:
         """Does nothing, because the store has the debts."""
 
     def reconfigure(self, limits: Mapping[str, UsageLimit], now: float) -> None:
-        """Apply other limits. Half of an old rate that is used up makes half of the new rate used up."""
+        """Applies other limits. Half of an old rate that is used up makes half of the new rate used up."""
         self._rates = {name: tuple(map(self._in_store, limit_rates(limits, (name,)))) for name in limits}
         if self._alone is not None and self._proxies is not None:
             self._alone.reconfigure({name: limit.split(self._proxies) for name, limit in limits.items()}, now)
@@ -213,7 +203,7 @@ class SharedLimits:
             pass
 
     async def run(self) -> None:
-        """Charge waiting requests, and check whether the store is reachable, until cancelled."""
+        """Charges waiting requests, and checks whether the store is reachable, until cancelled."""
         try:
             while True:
                 there = self.away is None
@@ -231,7 +221,7 @@ class SharedLimits:
             self._unanswered([])
 
     async def close(self) -> None:
-        """Send the last corrections if the store is reachable, and disconnect."""
+        """Sends the last corrections if the store is reachable, and disconnects."""
         if self.away is None:
             await self.connect()
         if self._timer is not None:
@@ -295,7 +285,7 @@ class SharedLimits:
         self._unanswered(asks)
 
     def _unanswered(self, asks: list[_Ask]) -> None:
-        """Report to `asks` and all waiting requests that the store is away."""
+        """Reports to `asks` and all waiting requests that the store is away."""
         waiting = [*asks, *self._asks]
         self._asks.clear()
         for ask in waiting:

@@ -86,10 +86,7 @@ class BackendConnection(asyncio.Protocol):
         return not self._unread.poll(0)
 
     async def send(self, head: bytes, body: Body, size_bytes: int) -> HttpExchange:
-        """Sends a request. Returns the exchange once the head of the response has arrived.
-
-        Raises UpstreamBroken.
-        """
+        """Sends a request. Returns the exchange when the head of the response arrives. Raises UpstreamBroken."""
         exchange = self._exchange = HttpExchange(self, self.used)
         self.used = True
         self._sent = self._heard = self._complete = self._surplus = self._persistent = False
@@ -259,7 +256,7 @@ class BackendConnection(asyncio.Protocol):
                 if name.lower() == "transfer-encoding":
                     if chunked or value.strip(" ").lower() != "chunked":
                         # The parser only decodes chunks, so another coding would be passed on as the body.
-                        raise ValueError("its transfer-encoding is another one than chunked")
+                        raise ValueError("its transfer-encoding is not chunked")
                     chunked = True
             exchange.status = status
 
@@ -334,7 +331,7 @@ class HttpExchange:
     def close(self) -> None:
         if self._connection is not None:
             self._connection.abort()
-            self.failed(UpstreamBroken, "the connection was closed from here")
+            self.failed(UpstreamBroken, "the proxy closed the connection")
 
     def event(self) -> asyncio.Future[None]:
         """Returns a future of the next event. Raises the failure of the exchange or of the sink."""

@@ -77,10 +77,7 @@ class Resolver:
             name.following = supervised(partial(self._follow, name), f"follow {host}")
 
     async def connectable(self, host: str, port: int) -> list[AddrInfoType]:
-        """Returns the addresses to connect to. For a followed name, waits only for the first answer.
-
-        Raises NameFailed.
-        """
+        """Returns the addresses to connect to. Waits only for the first answer if the name is followed."""
         return [
             (family, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (place[0], port, *place[2:]))
             for family, place in await self._addresses(host)
@@ -214,9 +211,7 @@ async def ask_system(host: str) -> Sequence[Address]:
 
 
 def _local_addresses(host: str) -> Sequence[Address] | None:
-    """Returns the addresses of an IP address or a localhost name (RFC 6761, section 6.3); None if it needs a
-    look-up.
-    """
+    """Returns the addresses of an IP address or a localhost name (RFC 6761); None if it needs a look-up."""
     if f".{host.rstrip('.').lower()}".endswith(".localhost"):
         return _loopback()
     try:

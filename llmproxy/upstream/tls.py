@@ -11,10 +11,7 @@ from llmproxy.config import BackendConfig, BackendTlsConfig, ConfigError, Watche
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PeerTls:
-    """The TLS settings of a backend.
-
-    Two objects are never equal, so a connection that was opened with older settings is not reused.
-    """
+    """The TLS settings of a backend. Never equal to others, so connections with older settings are not reused."""
 
     context: ssl.SSLContext
     settings: BackendTlsConfig
@@ -36,10 +33,7 @@ class PeerTls:
 
 
 def peers_tls(backends: Iterable[BackendConfig]) -> dict[str, PeerTls]:
-    """Maps base URLs of https backends, including templates of DNS names, to TLS settings.
-
-    Raises ConfigError for an unreadable CA file.
-    """
+    """Maps base URLs of https backends to TLS settings. Raises ConfigError for an unreadable CA file."""
     peers = {}
     for i, backend in enumerate(backends):
         if backend.by_https:

@@ -138,7 +138,7 @@ def test_request_for_a_lost_backend_is_refused(loses: object, entry: AdmissionKi
     assert callable(loses)
     loses(of)
     refused = refusal(of.submit, request(backend="a"), 0.0, entry=entry)
-    assert "No backend of `base` keeps it" in refused.message
+    assert "no backend of `base` stores it any more" in refused.message
     assert refused.outcome is Outcome.BAD_REQUEST
 
 

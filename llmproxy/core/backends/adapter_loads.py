@@ -34,9 +34,7 @@ class LongestLoad:
         return min(MOST_S, LATE * self.load_s * loads)
 
     def learn(self, took_s: float, sure: bool) -> None:
-        """Learns from a load time. If not `sure`, the load may be incomplete: its time counts only if it is the longest
-        so far.
-        """
+        """Learns from a load time. If not `sure`, the load may be incomplete, and can only raise `load_s`."""
         if took_s > self.load_s:
             self.load_s = min(took_s, MOST_S / LATE)
         elif sure:
@@ -73,9 +71,7 @@ class PendingLoads:
         self._unseen_until_s = min(until_s, now + MOST_S)
 
     def first_byte(self, lease: int, silent_since_s: float, prompts_s: float, now: float) -> None:
-        """Records the first byte of `lease` after a silence. `prompts_s` is the part of the silence that prefill
-        explains.
-        """
+        """Records the first byte of `lease` after a silence. Prefill explains `prompts_s` of the silence."""
         if lease not in self._pending:
             return
         booked_s, cold = self._pending[lease]
@@ -91,9 +87,7 @@ class PendingLoads:
         self.done += cold
 
     def ended(self, lease: int, now: float) -> None:
-        """Records the end of `lease`. If it had no first byte, its load continues, because engines do not abort
-        loads.
-        """
+        """Records the end of `lease`. A load without a first byte goes on, because engines do not abort loads."""
         _, cold = self._pending.pop(lease, (now, False))
         if cold:
             self.add_unseen(now)

@@ -1,6 +1,4 @@
-"""The state of one backend: scraped metrics, the proxy's own requests and health, combined into the `View` that
-policies see.
-"""
+"""The state of one backend: metrics, own requests and health, combined into the `View` that policies see."""
 
 from __future__ import annotations
 
@@ -102,9 +100,7 @@ class Backend:
 
     @property
     def up(self) -> bool:
-        """Whether polls find the backend healthy and no operator has drained it. The backend may still be ejected or
-        full.
-        """
+        """Whether polls find it healthy and no operator has drained it. It may still be ejected or full."""
         return not self.health.down and not self.health.drained
 
     def reconfigure(
@@ -267,9 +263,7 @@ class Backend:
 
     @property
     def _in_flight_everywhere(self) -> int:
-        """Returns the sequences in flight of all proxies. Without metrics, each independent proxy is assumed to have as
-        many as this proxy.
-        """
+        """The sequences in flight of all proxies. Without metrics, all independent proxies count as equal."""
         return self.in_flight if self.reading is not None else self._own.sequences * self._limit_divisor
 
     def _forget_process(self) -> None:
@@ -303,9 +297,7 @@ class Backend:
             self._outline = None
 
     def reserve_slots(self, sequences: int) -> None:
-        """Reserves slots for a decode stage while another backend computes its prompt. A negative number releases
-        slots.
-        """
+        """Reserves slots for a decode stage during its prefill elsewhere. A negative number releases slots."""
         self.reserved += sequences
         self._changed()
 
@@ -352,9 +344,7 @@ class Backend:
         return reading is not None and reading.running > 0 and now < reading.taken_at_s + self._capacity.stale_after_s
 
     def forgive(self, verdict: Verdict, now: float) -> None:
-        """Reverts a counted failure with this verdict, because the request failed in the same way on another
-        backend.
-        """
+        """Reverts a counted failure, because the request failed in the same way on another backend."""
         self._changed()
         self.health.forgive(verdict, now)
 
@@ -364,14 +354,12 @@ class Backend:
         self.health.blame(verdict, now)
 
     def hangs(self, hang: Hang, now: float) -> bool:
-        """Ejects the backend because it hangs, unless too many backends are ejected. Returns whether it was ejected."""
+        """Ejects the backend as hung, unless too many are ejected. Returns whether it was ejected."""
         self._changed()
         return self.health.hangs(hang, now)
 
     def slowed(self, why: str, now: float) -> bool:
-        """Ejects the backend because it became slow, unless too many backends are ejected. Returns whether it was
-        ejected.
-        """
+        """Ejects the backend as slow, unless too many are ejected. Returns whether it was ejected."""
         self._changed()
         return self.health.slowed(why, now)
 
@@ -398,9 +386,7 @@ class Backend:
         return not self._others and lease in self._own.last_waiting(self.reading)
 
     def queued(self, now: float) -> Iterator[int]:
-        """Yields the leases that waited in the engine at the last scrape, the newest first; none if the scrape is
-        stale.
-        """
+        """Yields the leases that waited in the engine at the last fresh scrape, the newest first."""
         return self._own.last_waiting(self.reading) if self.view(now).waiting else iter(())
 
     def view_without(self, leases: list[int], now: float) -> View:
@@ -447,9 +433,7 @@ class Backend:
         return view
 
     def _make_outline(self, now: float) -> View:
-        """Returns the parts of the view that do not depend on the proxy's own load, which are expensive but change
-        rarely.
-        """
+        """Returns the view without the proxy's own load. These parts are expensive and change rarely."""
         health, capacity, reading = self.health, self._capacity, self.reading
         self._unsteady = health.ejected or (reading is not None and reading.deferred > 0)
         until_s = health.changes_at(now) or inf

@@ -148,12 +148,9 @@ class BatchLimit:
     def observe(
         self, running: int, waiting: int, load: int, *, proven: bool = False, pool: Exploration | None = None
     ) -> None:
-        """Learns from a scrape.
+        """Learns from a scrape, with about `load` sequences in flight. The pool bounds the growth.
 
-        Args:
-            load: Sequences in flight, approximately.
-            proven: Nothing but the size of the batch explains why sequences wait.
-            pool: Bounds the growth.
+        `proven`: nothing but the size of the batch explains why sequences wait.
         """
         self._ran_most = max(self._ran_most, running)
         if waiting > 0:
@@ -209,9 +206,7 @@ class BatchLimit:
                 self._calm_needed = CALM_READINGS_MIN
 
     def _used_from(self) -> int:
-        """Returns the load from which the limit counts as used: all of a proven limit, else the slots of the lowest
-        band.
-        """
+        """Returns the load from which the limit counts as used: all of it if proven, else the lowest band's slots."""
         if self._proven or self.lowest_ceiling >= 1.0:
             return self.value
         return max(1, min(slots_under(self.value, self.lowest_ceiling, 0), self.value - 1))

@@ -107,9 +107,7 @@ class Bookings:
         return not adapters <= reading.running_adapters
 
     def fetching(self, reading: Reading) -> int:
-        """Returns how many sequences in the engine's queue wait for KV blocks of another backend, and not for a batch
-        slot.
-        """
+        """Returns how many sequences in the engine's queue wait for KV blocks of another backend."""
         if not reading.deferred:
             return 0
         unstarted = (one.request for one in self.by_lease.values() if not one.started)

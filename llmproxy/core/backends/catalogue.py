@@ -1,6 +1,4 @@
-"""The catalogue of model names that clients may use, with their pools and adapters, built from the model lists of
-backends.
-"""
+"""The model names that clients may use, with their pools and adapters, built from the model lists of backends."""
 
 from __future__ import annotations
 
@@ -182,13 +180,11 @@ class Catalogue:
             )
         what = f"The model `{name}` does not exist"
         if model != name:
-            what = f"The model `{name}` stands for `{model}`, which no backend serves"
+            what = f"The model `{name}` is an alias of `{model}`, which no backend serves"
         raise Refused(Outcome.UNKNOWN_MODEL, f"{what}. Known models: {self._known_names()}.")
 
     def awaits(self, name: str | None) -> bool:
-        """Returns whether a name is unknown only until more backends or adapters are read. `name` is a result of
-        `resolve_alias`.
-        """
+        """Returns whether a name, resolved by `resolve_alias`, may become known when more backends are read."""
         if name is None:
             return not self.pools and not self.complete
         return name not in self.served and (name in self.promised or not self.complete)
@@ -218,7 +214,7 @@ class Catalogue:
         if not self.complete and not self.pools:
             message = "The request names no model, and no backend has answered so far. Try again shortly."
             raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_UNREAD_S)
-        message = "The request names no model, and there is not exactly one to choose: set `model` to one of "
+        message = "The request names no model, which is possible only while one model is served: set `model` to one of "
         raise Refused(Outcome.BAD_REQUEST, message + (", ".join(self.pools[:20]) or "none (no model is served)") + ".")
 
     def _rebuild(self) -> None:
@@ -266,9 +262,7 @@ def _names(targets: str | Mapping[str, float]) -> Iterable[str]:
 
 
 def _choose(weights: Mapping[str, float], key: str) -> str:
-    """Chooses a name for `key` by rendezvous hashing, so that each name gets its share of all keys. A changed weight
-    moves few keys.
-    """
+    """Chooses a name for `key` by weight. The same key gets the same name, and a changed weight moves few keys."""
     ends = list(accumulate(weights.values()))
     point = xxh64_intdigest(key.encode("utf-8", "surrogatepass")) / 2**64 * ends[-1]
     # Rounding may put the largest hashes at the end of the last name.

@@ -15,7 +15,7 @@ from llmproxy.core.settings import HealthSettings
 
 LATE = 5.0
 """A silent backend counts as hung after this multiple of the predicted time until all its streams have begun."""
-TOGETHER = 3  # Number of streams whose common stop slow clients cannot explain.
+TOGETHER = 3  # If this many streams stop at once, slow clients are not the cause.
 TOGETHER_S = 0.6
 """Streams stop together if their last bytes are within this time, which is longer than a normal gap of a stream."""
 TOGETHER_LATE = 2.0
@@ -43,9 +43,9 @@ class HangDetection:
     its pool answer. Such a backend hangs after STUCK_LATE times `hung_s`, if a poll timed out and the next has no
     answer.
 
-    Frozen engines: a backend with non-streamed answers or started streams hangs if its scrapes show requests while its
-    counter of generated tokens does not increase. Prefills explain such a pause, and so do earlier pauses in the pool,
-    up to several times the longest.
+    Frozen engines: a backend with answers in flight hangs if its scrapes show requests while its counter of generated
+    tokens does not increase. A prefill explains such a pause. So does an earlier pause in the pool, up to several times
+    as long.
     """
 
     def __init__(
@@ -61,9 +61,7 @@ class HangDetection:
         self._shows_work = self._counts_steps = False
 
     def see(self, backend: BackendStreams, before: Reading | None, reading: Reading, sequences: int) -> None:
-        """Learns from the scrape `reading`, which follows the scrape `before`. `sequences` of this proxy are in
-        flight.
-        """
+        """Learns from a scrape and the scrape `before` it, while `sequences` of this proxy are in flight."""
         self._see_generated(backend, before, reading)
         self._see_requests(backend, reading, sequences)
 
@@ -115,7 +113,7 @@ class HangDetection:
         )
 
     def stuck(self, backend: BackendStreams, now: float) -> bool:
-        """Returns whether a backend has non-streamed answers or started streams in flight and generates nothing.
+        """Returns whether a backend with answers in flight generates no tokens.
 
         False until the token counter of some engine of the pool has increased without the end of a request.
         """
@@ -130,9 +128,7 @@ class HangDetection:
         )
 
     def _silent_since(self, backend: BackendStreams, waiting: Mapping[int, StreamSpan]) -> float:
-        """Returns when the backend last sent or generated anything. If the first request of `waiting` came later,
-        returns its time.
-        """
+        """Returns when the silence began: at the last byte or token, or later with the first of `waiting`."""
         booked_s = next(iter(waiting.values())).booked_s if waiting else -inf
         return max(backend.last_byte_s, backend.generated_s, booked_s)
 
@@ -192,18 +188,14 @@ class HangDetection:
         return None
 
     def _prepares_s(self, backend: BackendStreams, since_s: float, now: float) -> float:
-        """Returns the seconds that an engine may need for a grammar or for KV blocks; 0 unless a recent scrape shows it
-        idle.
-        """
+        """Returns the time that an idle engine may need for a grammar or for KV blocks; else 0."""
         reading = backend.reading
         if reading is None or reading.running or reading.taken_at_s < 0.5 * (now + since_s):
             return 0.0
         return self._unseen[True].explained_s(1)
 
     def _silent(self, backend: BackendStreams, since_s: float, late_s: float, now: float) -> bool:
-        """Returns whether a silence since `since_s` is too long. If not, updates `due_s`, the time of the next
-        check.
-        """
+        """Returns whether a silence since `since_s` is too long. If not, `due_s` is the time of the next check."""
         until_s = since_s + max(self.settings.hung_s, late_s) + backend.pending_loads.explained_s(since_s)
         if now < until_s:
             self.due_s = min(self.due_s, until_s)

@@ -1,6 +1,4 @@
-"""The health of a backend, from polls (active health checks) and from the results of requests (passive health
-checks).
-"""
+"""The health of a backend, from polls (active health checks) and requests (passive health checks)."""
 
 from __future__ import annotations
 
@@ -160,9 +158,7 @@ class Health:
         return not self.down and now >= self._blocked_until_s and half_open
 
     def changes_at(self, now: float) -> float | None:
-        """Returns when the backend may become available, or stop being available, without an event; None if only an
-        event can change that.
-        """
+        """Returns when the availability may change without an event; None if only an event changes it."""
         return self._blocked_until_s if not self.down and now < self._blocked_until_s else None
 
     def warmth(self, now: float) -> float:
@@ -233,9 +229,7 @@ class Health:
             self._probe = lease
 
     def first_byte(self, lease: int, now: float) -> None:
-        """Records the first byte of `lease`. If `lease` is the probe, and the backend was not ejected as slow, the
-        ejection ends.
-        """
+        """Records a first byte. If `lease` is the probe, and the backend is not slow, the ejection ends."""
         self._failures = 0
         if lease == self._probe and not self.slow:
             self._uneject(now)
@@ -344,7 +338,7 @@ class Health:
             self.try_eject(REFUSALS[verdict], now)
 
     def hangs(self, hang: Hang, now: float) -> bool:
-        """Ejects a backend that hangs, if `Peers` allows it. Returns whether the backend was ejected."""
+        """Ejects a backend that hangs, if `Peers` allows it. Returns whether it was ejected."""
         if not self.try_eject(hang.why(now), now):
             return False
         # If the backend answered no polls, any request may be the probe: later polls show whether it works again.
@@ -352,16 +346,14 @@ class Health:
         return True
 
     def slowed(self, why: str, now: float) -> bool:
-        """Ejects a backend that became slow, if `Peers` allows it. Returns whether the backend was ejected."""
+        """Ejects a backend that became slow, if `Peers` allows it. Returns whether it was ejected."""
         if not self.try_eject(why, now):
             return False
         self.slow = self.stream_probe = True
         return True
 
     def missed(self, now: float) -> bool:
-        """Shortens the pause of an ejection, because requests wait for slots. Returns whether the pause was
-        shortened.
-        """
+        """Shortens the pause of an ejection, because requests wait. Returns whether it was shortened."""
         # A slow probe delays its request for long, and a backend with a high failure rate passes most probes.
         until_s = now + self.settings.ejection_s * 2.0**CHEAP_DOUBLINGS
         if not self.ejected or self.slow or self._by_rate or self._blocked_until_s <= until_s:
@@ -370,7 +362,6 @@ class Health:
         return True
 
     def try_eject(self, why: str, now: float) -> bool:
-        """Ejects the backend if `Peers.may_eject` allows it. Returns whether it was ejected."""
         if not self.ejected and self.peers is not None and not self.peers.may_eject(self):
             self._skip(why, now)
             return False

@@ -30,9 +30,7 @@ class LookAhead:
         self._requests: dict[int, int] = {}
 
     def observe(self, load: int, in_transit: int) -> None:
-        """Learns from a scrape of the full backend. The proxy counts `load` sequences, and `in_transit` of them are in
-        transit.
-        """
+        """Learns from a scrape of the full backend with `load` sequences, `in_transit` of them in transit."""
         self._readings += 1
         self._share = follow(self._share, in_transit / load, gain(GAIN, self._readings))
         self._requests.clear()

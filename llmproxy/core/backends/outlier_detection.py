@@ -154,7 +154,6 @@ class OutlierDetection:
             backend.pending_loads.first_byte(lease, since_s, prompts_s, now)
 
     def _remove_unstarted(self, lease: int, stream: StreamSpan, now: float) -> None:
-        """Removes a stream from the streams without a first byte."""
         backend = stream.backend
         backend.prompts_s, backend.prompts_until_s = self._prompts_s(backend, now), now
         del backend.unstarted[lease]
@@ -268,9 +267,7 @@ class OutlierDetection:
         return fast
 
     def finished(self, lease: int, now: float, usage: Usage | None = None, sequences: int = 1) -> None:
-        """Records the end of a lease. `usage` is None if the request failed. `sequences` are still in flight on its
-        backend.
-        """
+        """Records the end of a lease, with `sequences` left on its backend. No `usage`: the request failed."""
         stream = self._streams.pop(lease, None)
         if stream is None:
             return
@@ -308,10 +305,7 @@ class OutlierDetection:
         return max(self._hangs.due_s, self.check_s) if known else None
 
     def outliers(self, now: float) -> tuple[dict[str, Hang], dict[str, str]]:
-        """Returns the hung backends with the evidence, and the slow backends with the reason.
-
-        Must be called after every event, and at `due_s`.
-        """
+        """Returns the hung and the slow backends, with the evidence. Call it after each event, and at `due_s`."""
         if now < self.check_s:
             return {}, {}
         self.check_s, self._hangs.due_s = now + CHECK_S, inf
@@ -378,8 +372,7 @@ class OutlierDetection:
         return slow
 
     def paces(self, now: float) -> dict[str, float | None]:
-        """Returns the speed factor of each backend: its time for the same work relative to the pool; None while it is
-        learned.
+        """Returns the speed factor of each backend: its time for the same work relative to the pool; None at first.
 
         The factor is the median of the last RECENT ratios of a backend, divided by the lower median of these values in
         the pool. Time that prefills may explain does not raise it above 1. Backends without a measurement within

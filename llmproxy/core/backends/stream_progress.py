@@ -84,9 +84,7 @@ class BackendStreams:
         self.engine = StreamSpan(self, -inf, 0, 0.0, 0.0, -inf, None, cold=False)
 
     def pass_whole(self, now: float) -> None:
-        """Moves up to `whole_s` seconds, the expected prefill time of non-streamed answers, to `prompts_s` as they
-        pass.
-        """
+        """Moves the expected prefill time of non-streamed answers to `prompts_s` as it passes."""
         took_s = min(max(0.0, now - self.whole_until_s), self.whole_s)
         self.prompts_s += took_s
         self.whole_s -= took_s

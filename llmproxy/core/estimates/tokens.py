@@ -102,9 +102,7 @@ def usage_max(facts: RequestFacts, context_tokens: int | None, sequences: int = 
 
 
 def believable(usage: Usage, most: Usage) -> Usage | None:
-    """Returns `usage` if its counts are possible, else None: a count is negative or above `most`. An impossible cached
-    count is dropped alone.
-    """
+    """Returns `usage`, without an impossible cached count; None if a count is negative or above `most`."""
     if not (0 <= usage.prompt_tokens <= most.prompt_tokens and 0 <= usage.output_tokens <= most.output_tokens):
         return None
     if usage.cached_tokens is None or 0 <= usage.cached_tokens <= usage.prompt_tokens:

@@ -18,9 +18,7 @@ class WholeAnswers:
         self._sums: tuple[float, ...] = (0.0,) * 5
 
     def learn(self, prompt_s: float, steps_s: float, took_s: float) -> None:
-        """Learns from an answer that took `took_s`. `prompt_s` and `steps_s` are its assumed times; their sum must be
-        above 0.
-        """
+        """Learns from an answer that took `took_s`. The sum of the assumed times must be above 0."""
         expected_s = JITTER_S + self.prompt * prompt_s + self.steps * steps_s
         if any(self._sums):
             took_s = min(took_s, OUTLIER * expected_s)

@@ -10,10 +10,7 @@ from llmproxy.core.policy_registry import Registry
 
 
 class NotHandedOver(Exception):  # noqa: N818 - a fact about one answer, not an error of this code
-    """The answer to a prefill stage does not say where the prompt's KV cache is.
-
-    `missing`: the answer has no `kv_transfer_params` at all.
-    """
+    """The answer to a prefill stage does not say where the prompt's KV cache is. `missing`: it has no parameters."""
 
     def __init__(self, message: str, *, missing: bool) -> None:
         super().__init__(message)
@@ -31,10 +28,7 @@ class Parameters(Struct, frozen=True):
 
 
 class KvConnector(ABC):
-    """A protocol by which two engines hand over the KV cache of a prompt.
-
-    The engines move the data themselves; the proxy carries their parameters.
-    """
+    """A protocol by which two engines hand over the KV cache of a prompt. The proxy carries their parameters."""
 
     asks: bytes | None = None  # The JSON value of `kv_transfer_params` in the prefill stage, None for none.
     frees_refused = False
@@ -46,10 +40,7 @@ class KvConnector(ABC):
 
     @abstractmethod
     def parameters(self, answer: bytes) -> Parameters:
-        """Returns the parameters for the decode stage, read from the JSON `answer` of the prefill stage.
-
-        Raises NotHandedOver.
-        """
+        """Reads the parameters for the decode stage from the prefill `answer`. Raises NotHandedOver."""
 
 
 connectors: Registry[type[KvConnector]] = Registry("KV connector")

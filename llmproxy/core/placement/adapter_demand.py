@@ -33,16 +33,12 @@ class Slots:
         return self.size is not None and len(self.users) >= self.size
 
     def tier(self, adapter: str) -> int:
-        """Returns the tier of an adapter that is not loaded: how many other adapters the backend has loaded since this
-        one, in powers of two.
-        """
+        """Returns the tier of an adapter that is not loaded: k after fewer than 2**k loads since its last use."""
         used = self._used.get(adapter)
         return TIERS - 1 if used is None else min(TIERS - 1, (self._loads - used[1]).bit_length())
 
     def displaced(self, resident: Set[str]) -> str | None:
-        """Returns the loaded adapter that a new adapter evicts: an unused adapter first, then the least recently
-        used.
-        """
+        """Returns the loaded adapter that a new one evicts: an unused one first, then the least recently used."""
         return min(resident, key=lambda x: (x in self.users, self._used.get(x, (0, 0)), x), default=None)
 
     def book(self, adapter: str, cold: bool, now: float) -> int | None:

@@ -128,9 +128,7 @@ class BackendLoad:
             self._end_stretch(rates)
 
     def queue_s(self, rates: PoolRates, now: float) -> float:
-        """Returns the seconds until the backend has computed its prompts and loaded their adapters, plus the base time
-        of one prompt.
-        """
+        """Returns the seconds until all its prompts are computed, with their adapter loads and one base time."""
         work_s, overdue_s = self._unfinished_s(rates, now)
         return rates.prefill.base * self.prefill.factor + work_s + overdue_s
 
@@ -237,9 +235,7 @@ class BackendLoad:
         self._prompts.add(flight.work_s, now)
 
     def loading_s(self, now: float) -> float:
-        """Returns how long each running adapter load takes at least: the time so far, divided by the loads that began
-        together. Returns 0 if none is running.
-        """
+        """Returns the least time of a running load: its time so far, shared by loads that began together."""
         if not self._loading:
             return 0.0
         booked_s = [self.unstarted[lease].booked_s for lease in self._loading]
@@ -247,10 +243,7 @@ class BackendLoad:
         return (now - since_s) / sum([one <= since_s + TOGETHER_S for one in booked_s])
 
     def start(self, lease: int, flight: InFlight, rates: PoolRates, now: float) -> None:
-        """Records the first byte of a lease, and learns the time of the prompts since the last observation.
-
-        Steps that load adapters are observed separately.
-        """
+        """Records the first byte of a lease, and learns the time of the prompts since the last observation."""
         if flight.fetched:
             if flight.request.adapter is not None:
                 self.adapters.started(flight.request.adapter)

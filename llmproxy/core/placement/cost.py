@@ -184,8 +184,7 @@ class CostPlacement(Placement):
     def _idle(
         self, able: Sequence[View], fits: Sequence[bool], prices: Sequence[PriceRow], least_s: float
     ) -> list[int]:
-        """Returns the index of the idle backend with the least price without `harm`; empty if that price is above
-        `least_s`.
+        """Returns the index of the idle backend with the least price without `harm`, if that is at most `least_s`.
 
         Waiting for another backend while this one is idle would serve no request sooner.
         """
@@ -200,9 +199,7 @@ class CostPlacement(Placement):
     def _takes_prompts(
         self, views: Sequence[View], room: list[bool], band: int | None, ceiling: float, now: float
     ) -> list[bool]:
-        """Returns for each backend whether it has `room` and takes another prompt of `band` now. With None, only `room`
-        counts.
-        """
+        """Returns for each backend whether it has `room`, and takes prompts of `band` unless it is None."""
         if band is None:
             return room
         if now != self._claims_at_s:

@@ -1,6 +1,4 @@
-"""Finds the next request of a band: the first that fits on a backend, in the order of the fairness policy and the
-flow.
-"""
+"""Finds the next request of a band: the first that fits on a backend, by the order of the flows."""
 
 from __future__ import annotations
 
@@ -39,9 +37,7 @@ class Limited(Struct, frozen=True):
 
 
 class Unmatched(Struct):
-    """Requests of one band that found no backend in this scheduling pass. Free slots only become fewer during a pass,
-    so similar requests find none either.
-    """
+    """Requests that found no backend in this pass. Free slots only become fewer, so similar requests find none."""
 
     later: str = ""  # A full backend that one of these requests should wait for, "" for none.
     # (Model, excluded backends) -> requests with this many context tokens or more have no match.

@@ -17,18 +17,13 @@ NO_MATCH_FOR_MODEL = NoMatch(whole_model=True)
 
 
 class Placement(ABC):
-    """Chooses one backend for one request.
-
-    A subclass must define `place`. The other methods are events and optional queries with defaults.
-    """
+    """Chooses one backend for one request. Only `place` must be defined; events and queries have defaults."""
 
     @abstractmethod
     def place(
         self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
     ) -> Placed | NoCapacity | NoMatch:
-        """Returns the chosen backend; NoCapacity if no backend has a free slot under `ceiling`; NoMatch if none of the
-        backends with a free slot can take this request now.
-        """
+        """Returns the backend. NoCapacity: no free slot under `ceiling`. NoMatch: no free slot for this request."""
 
     def booked(self, lease: int, request: Request, placed: Placed, now: float) -> None:
         """`request` was granted the backend of `placed` under `lease`."""
@@ -77,9 +72,7 @@ class Placement(ABC):
         return None
 
     def explained(self) -> Sequence[Explained]:
-        """Returns the last decisions with the prices of all candidates, the oldest first; empty for a placement without
-        prices.
-        """
+        """Returns the last decisions with all prices, the oldest first; empty without prices."""
         return ()
 
     def learned(self, backends: Iterable[str], now: float) -> Learned | None:
@@ -110,11 +103,9 @@ class Presets(Registry[Callable[[Random], Placement]]):
         return super().register(name)
 
     def reads_prefixes(self, name: str) -> bool:
-        """Whether the preset `name` reads the prefixes of prompts."""
         return name in self._prefixed
 
     def hears_answers(self, name: str) -> bool:
-        """Whether the preset `name` uses `Placement.cached`."""
         return name in self._answered
 
 
@@ -168,9 +159,7 @@ def picking(name: str) -> Callable[[Callable[[Random], Pick]], Callable[[Random]
 def fitting(
     request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str]
 ) -> list[View] | NoCapacity | NoMatch:
-    """Returns the backends (at least one) with a free slot under `ceiling` that can serve `request`, or why there is
-    none.
-    """
+    """Returns the backends with a free slot under `ceiling` that can serve `request`, or why there is none."""
     roomy = [view for view, room in zip(views, rooms(views, ceiling), strict=True) if room]
     if not roomy:
         return NO_CAPACITY
@@ -186,9 +175,7 @@ def context_tokens(request: Request) -> int:
 
 
 def could_serve(request: Request, excluded: frozenset[str], view: View) -> bool:
-    """Returns whether a backend could serve `request` if it had a free slot: by model, role and context, and unless
-    `excluded`.
-    """
+    """Returns whether a backend could serve `request`, apart from free slots."""
     if request.model not in view.served or view.backend in excluded:
         return False
     if request.backend not in (None, view.backend) or (view.role is Role.PREFILL and not request.splittable):

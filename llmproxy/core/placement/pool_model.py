@@ -24,11 +24,7 @@ SCARCEST = CONGESTED / (1.0 - CONGESTED)
 
 
 class PoolModel:
-    """Prices requests on the backends of a pool. `CostPlacement` explains the terms.
-
-    Args:
-        without: Names of terms to leave out, for measurements.
-    """
+    """Prices requests on the backends of a pool. `CostPlacement` explains the terms, and `without`."""
 
     def __init__(self, index: PrefixIndex, without: frozenset[str]) -> None:
         self.index = index

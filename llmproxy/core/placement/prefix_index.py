@@ -47,9 +47,7 @@ class PrefixIndex:
         self._recent: dict[str, _RecentBlocks] = {}
 
     def match(self, hashes: Sequence[int]) -> dict[str, int]:
-        """Maps backends to the number of the prompt's first blocks that they have cached. Backends without a cached
-        block are left out.
-        """
+        """Maps backends to the number of the prompt's first blocks that they have cached, if any."""
         found = {}
         if hashes:
             for backend, recent in self._recent.items():
@@ -59,13 +57,11 @@ class PrefixIndex:
         return found
 
     def record(self, backend: str, hashes: Sequence[int]) -> None:
-        """Records that `backend` has computed these blocks, a chain from its first block on. Of a long chain, only the
-        head is stored.
-        """
+        """Records that `backend` has computed a chain of blocks. Of a long chain, only the head is stored."""
         (self._recent.get(backend) or self._recent_blocks(backend)).touch(hashes)
 
     def forget(self, backend: str) -> None:
-        """Drop the blocks, the size and the calibration of a backend that restarted or left."""
+        """Drops the blocks, the size and the calibration of a backend that restarted or left."""
         self._recent.pop(backend, None)
 
     def resize(self, backend: str, blocks: int) -> None:
@@ -99,7 +95,7 @@ class PrefixIndex:
         return max(0, limit - limit // _GENERATIONS_MIN - size)
 
     def check(self) -> None:
-        """Raise AssertionError unless the counts agree with the indexed blocks."""
+        """Raises AssertionError unless the counts agree with the indexed blocks."""
         for recent in self._recent.values():
             recent.check()
 
@@ -187,7 +183,7 @@ class _RecentBlocks:
         self._generations = joined
 
     def _take(self, generations: Iterable[_Generation], hashes: Sequence[int], at: int, end: int) -> None:
-        """Remove `hashes[at:end]` from `generations`, the youngest first."""
+        """Removes `hashes[at:end]` from `generations`, the youngest first."""
         for generation in generations:
             if at == end:
                 break
@@ -228,9 +224,7 @@ class InUse:
 
 
 def _run_end(generation: Mapping[int, object], hashes: Sequence[int], at: int, end: int) -> int:
-    """Returns the position after the consecutive `hashes` from `at` on that are in `generation`. The hash at `at` must
-    be in it.
-    """
+    """Returns the end of the run of `hashes` in `generation` that begins `at`. The first hash must be in it."""
     while end - at > 1:
         middle = (at + end) >> 1
         if hashes[middle] in generation:

@@ -225,9 +225,7 @@ class PoolRates:
         return 1.0 / sum(1.0 / max(one_s, 1e-9) for one_s in alone_s)
 
     def prefilled(self, speed: SpeedFactor, tokens: float, attended: float, took_s: float) -> None:
-        """Learns that a backend computed `tokens` prompt tokens in `took_s`. They attended to `attended` earlier tokens
-        in sum.
-        """
+        """Learns that `tokens`, which attended to `attended` earlier tokens in sum, were computed in `took_s`."""
         self._whole_answers = 0
         # Slow backends may get other prompt lengths than fast ones, which would tilt the line without the correction.
         self._usual_factor = follow(self._usual_factor, speed.factor, 1.0 - KEEP)
@@ -238,9 +236,7 @@ class PoolRates:
         speed.learn(self.prefill, tokens, took_s)
 
     def loaded(self, speed: SpeedFactor, tiers: Sequence[int], tokens: float, took_s: float) -> None:
-        """Learns that a backend computed `tokens` (weighted by attention) and loaded adapters of these tiers in
-        `took_s`.
-        """
+        """Learns that prompts of `tokens` (weighted) and adapters of these tiers took `took_s` together."""
         loads_s = max(0.0, took_s - self.prefill.at(tokens) * speed.factor)
         expected_s = [self.loads.at(tier) for tier in tiers]
         each = loads_s / sum(expected_s) if sum(expected_s) > 0.0 else 0.0

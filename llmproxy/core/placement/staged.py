@@ -132,9 +132,7 @@ class StagedPlacement(Placement):
         excluded: frozenset[str],
         now: float,
     ) -> Placed | NoMatch | None:
-        """Returns the placement of the prefill stage, which names the backend of the decode stage; None if the request
-        is not split.
-        """
+        """Returns the prefill placement, which names the decode backend; None if the request is not split."""
         inner = self.inner
         prompt = as_prefill(request)
         paused = self._paused_until_s
@@ -174,7 +172,7 @@ class StagedPlacement(Placement):
             self._paused_until_s[backend] = now + pause_s
 
     def forget_transfers(self, backend: str) -> None:
-        """The process behind `backend` is gone, so its failed transfers say nothing about the next one."""
+        """Forgets the failed transfers of a backend whose process is gone."""
         self._failures.pop(backend, None)
         self._paused_until_s.pop(backend, None)
 

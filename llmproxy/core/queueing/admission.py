@@ -117,14 +117,12 @@ class Admission:
         raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_EMPTY_S)
 
     def _waits_for_own_backend(self, request: Request, name: str) -> bool:
-        """Returns whether a request bound to one backend is held until that backend is up. Raises Refused if the
-        backend will not come up, or if the configuration holds no requests.
-        """
+        """Returns whether a request bound to one backend is held until it is up. Raises Refused if it is not."""
         backend = self._backends.get(name)
         if backend is None or backend.health.gone or request.model not in backend.served:
             raise _lost_reference(request)
         if not backend.up and not self._settings.queue.no_backend_wait_s:
-            message = "The backend that keeps what this request refers to is not up. Try again shortly."
+            message = "The backend that stores the response to which this request refers is not up. Try again shortly."
             raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_EMPTY_S)
         return not backend.up
 
@@ -163,7 +161,7 @@ class Admission:
 
 
 def _lost_reference(request: Request) -> Refused:
-    message = f"No backend of `{request.model}` keeps it: its backend is gone, or no longer serves that model."
+    message = f"The response to which this request refers is lost: no backend of `{request.model}` stores it any more."
     return Refused(Outcome.BAD_REQUEST, message)
 
 

@@ -21,11 +21,7 @@ class Deadlines:
     """
 
     def __init__(self, no_backend_wait_s: float, waiting: Mapping[str, Queued]) -> None:
-        """
-        Args:
-            waiting: The waiting requests of the pool, keyed by id. The waiting room keeps this map up to date.
-        """
-        self._waiting = waiting
+        self._waiting = waiting  # By id. The waiting room keeps it up to date.
         self._no_backend_wait_s = no_backend_wait_s
         # Index 0 is the normal clock, and index 1 the hold clock.
         self._elapsed_s, self._heaps = [0.0, 0.0], (_deadlines(0), _deadlines(1))
@@ -82,9 +78,7 @@ class Deadlines:
         return queued.due_s[self._running] - self._read(self._running, now)
 
     def own_left_s(self, queued: Queued, now: float) -> float:
-        """Returns the seconds that `queued` may still wait on the normal clock, which is stopped while the request is
-        held.
-        """
+        """Returns the seconds that `queued` may still wait on the normal clock."""
         elapsed_s = self._elapsed_s[0]
         if not self._running and self._since_s is not None:
             elapsed_s = elapsed_s + now - self._since_s

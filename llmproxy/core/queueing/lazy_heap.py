@@ -18,9 +18,7 @@ HeapEntry = tuple[Key, int, Item]
 
 
 class LazyHeap(Generic[Key, Item]):
-    """A priority queue with O(log n) pushes. A removal costs nothing: a removed entry stays in the heap, and is skipped
-    because `counts(entry)` is false.
-    """
+    """A priority queue. A removed entry stays in the heap, and is skipped because `counts(entry)` is false."""
 
     __slots__ = ("_counts", "_serial", "entries")
 

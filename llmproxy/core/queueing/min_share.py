@@ -26,10 +26,7 @@ class MinShares:
         self._credits = {band: self._credits.get(band, 0.0) for band in self.shares}
 
     def granted(self, band: int, cost: float, waiting: Iterable[int]) -> dict[int, float]:
-        """Credits the `waiting` bands for work of `cost` that was granted to `band`.
-
-        Returns the change of each band's credit, for `undone`.
-        """
+        """Credits `waiting` bands for work granted to `band`. Returns the change of each credit, for `undone`."""
         before = dict(self._credits)
         if band in self._credits:
             self._credits[band] = max(-CREDIT_GRANTS * cost, self._credits[band] - cost)

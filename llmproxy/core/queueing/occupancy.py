@@ -24,13 +24,11 @@ _NOTHING = _Usage()
 
 @dataclass(frozen=True, slots=True)
 class Full:
-    """A reached limit of the waiting room, named as in the configuration. `total`: whether it is for all bands
-    together.
-    """
+    """A reached limit of the waiting room, named as in the configuration."""
 
     name: str
     limit: int
-    total: bool
+    total: bool  # Whether it is for all bands together.
 
 
 class Occupancy:
@@ -111,7 +109,7 @@ class Occupancy:
         return self._since_s[request.band][request.id]
 
     def longest_s(self, now: float) -> dict[int, float]:
-        """Maps bands to the longest wait of their requests, since their arrival or their last attempt."""
+        """Maps bands to the longest wait of their requests."""
         return {band: now - next(iter(since_s.values())) for band, since_s in self._since_s.items() if since_s}
 
     def check(self) -> None:

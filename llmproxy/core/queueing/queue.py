@@ -22,9 +22,7 @@ time of a pass."""
 
 
 def head_rank(request: Request) -> Rank:
-    """Returns the rank of a preempted request or of a rest of a stream: before all others of its flow, because it had
-    already been granted.
-    """
+    """Returns the first rank of a flow, for a request that had already been granted."""
     return Rank((-inf, request.arrived_s))
 
 
@@ -86,7 +84,6 @@ class _Line:
         return min(entries, key=_key)[2] if entries else None
 
     def before(self, queued: Queued) -> int | None:
-        """Returns the number of requests before `queued`, None if there are too many to count."""
         own = self.heaps[_heap_of(queued)]
         before = own.before(queued)
         for heap in self.heaps.values():
@@ -95,7 +92,6 @@ class _Line:
         return before
 
     def first(self) -> Generator[Queued, None, None]:
-        """Yields the first `FLOW_LOOK_MAX` requests of each heap in order. Close the iterator before any change."""
         if len(self.heaps) == 1:
             (heap,) = self.heaps.values()
             return heap.first(FLOW_LOOK_MAX)
@@ -155,7 +151,6 @@ class Band:
 
     @property
     def _lines(self) -> dict[str, _Line]:
-        """The flows with waiting requests."""
         if self._only is not None:
             only, self._only = self._only, None
             self._put(only, self.ranked_s)
@@ -235,8 +230,9 @@ class Band:
         self._faults.notify(self.fairness.backlogged, flow, head.request)
 
     def lines(self, now: float) -> Iterator[Iterable[Queued]]:
-        """Yields the first `FLOW_LOOK_MAX` requests of each flow and base model, in order, flow by flow in the order of
-        the policy; before them the first rests of streams. Close a generator before any change.
+        """Yields line by line: the first rests of streams, then the flows in the order of the policy.
+
+        A line has the first `FLOW_LOOK_MAX` requests of each base model, in order. Close a generator before any change.
         """
         if self._continued.size:
             return self._continued_first(now)
@@ -260,24 +256,17 @@ class Band:
                 close()
 
     def first(self, flow: str) -> Generator[Queued, None, None]:
-        """Yields the first `FLOW_LOOK_MAX` requests of `flow` for each base model, in order, without rests of streams.
-
-        Close the iterator before any change.
-        """
+        """Yields the first `FLOW_LOOK_MAX` requests of `flow` for each base model. Close it before any change."""
         return self._lines[flow].first()
 
     def heads(self) -> Generator[Queued, None, None]:
-        """Yields the first rests of streams, and the first requests of each flow, in any order of the flows. Close the
-        iterator before any change.
-        """
+        """Yields the first rests of streams, and the first requests of each flow. Close it before any change."""
         for waiting in (self._continued, *self._lines.values()):
             with closing(waiting.first()) as line:
                 yield from line
 
     def before(self, queued: Queued) -> int | None:
-        """Returns the number of requests before `queued` in its flow, or of rests before the rest of a stream; None if
-        there are too many to count.
-        """
+        """Returns the number of requests before `queued` in its line; None if there are too many to count."""
         line = self._continued if queued.request.continued else self._lines[queued.request.flow]
         return line.before(queued)
 

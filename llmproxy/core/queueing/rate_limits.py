@@ -68,9 +68,7 @@ class RateLimits:
         self._buckets = buckets
 
     def admit(self, request: Request, now: float) -> None:
-        """Charges a request and its expected tokens. Raises Refused (`rate_limited`). Charges a request only once,
-        because a caller that lost the reply calls again.
-        """
+        """Charges a request once, even if a caller that lost the reply calls again. Raises Refused."""
         if request.id in self.accounts:
             return
         tokens, longest, longest_s = expected(request), None, 0.0
@@ -86,14 +84,12 @@ class RateLimits:
         self.accounts[request.id] = _Account(tokens)
 
     def used(self, request: Request, tokens: float, now: float) -> None:
-        """Charges the tokens of one attempt. The first call for a request replaces its expected tokens."""
         account = self.accounts.get(request.id)
         if account is not None:
             self._take(request, tokens - (0.0 if account.corrected else account.tokens), now)
             account.corrected = True
 
     def ended(self, request: Request, now: float) -> None:
-        """Refunds the expected tokens of an ended request that no `used` call replaced."""
         account = self.accounts.pop(request.id, None)
         if account is not None and not account.corrected:
             self._take(request, -account.tokens, now)
@@ -104,12 +100,10 @@ class RateLimits:
                 bucket.take(tokens, now)
 
     def left_per_min(self, name: str, now: float) -> tuple[float | None, float | None]:
-        """Returns the remaining (requests, tokens) of a limit; None for a rate that is not configured or unknown."""
         requests, tokens = (self._buckets.get((name, kind)) for kind in (REQUESTS, TOKENS))
         return None if requests is None else requests.level(now), None if tokens is None else tokens.level(now)
 
     def debts(self, now: float) -> dict[RateName, float]:
-        """Maps each rate limit in use to the seconds until it is unused again."""
         found = ((name, bucket.full_in_s(now)) for name, bucket in self._buckets.items())
         return {name: full_in_s for name, full_in_s in found if full_in_s > 0.0}
 

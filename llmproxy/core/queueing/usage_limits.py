@@ -56,10 +56,7 @@ class UsageLimits:
             del self._uses[name]
 
     def admit(self, request: Request, now: float) -> None:
-        """Charges a new request and its expected tokens.
-
-        Raises Refused (`rate_limited`) if a rate or the budget of a day is used up.
-        """
+        """Charges a new request and its expected tokens. Raises Refused (`rate_limited`)."""
         if request.limits:
             self.rates.admit(request, now)
             self.days.admit(request, now)
@@ -101,9 +98,7 @@ class UsageLimits:
             self._tidy(name)
 
     def released(self, request: Request, used_tokens: float | None, now: float) -> None:
-        """Records the end of an attempt. `used_tokens` are the engine's count; None if it used none or did not
-        report.
-        """
+        """Records the end of an attempt. `used_tokens`: as counted by the engine; None if not known."""
         self._leave(request)
         if used_tokens is not None:
             self.rates.used(request, used_tokens, now)

@@ -57,9 +57,7 @@ class StepCurve:
         return tuple(self._sums)
 
     def restore(self, sums: Sequence[float], at_s: float) -> bool:
-        """Takes over the `sums` that another process had at `at_s`. Returns False, and changes nothing, if they are
-        invalid.
-        """
+        """Takes over the `sums` of another process. Returns False, and changes nothing, if they are invalid."""
         if (
             len(sums) != len(self._sums)
             or not all(isfinite(one) and one >= 0.0 for one in sums)
@@ -73,9 +71,7 @@ class StepCurve:
         return True
 
     def learn(self, steps: float, took_s: float, sequences: float, prompt_tokens: float, now: float) -> None:
-        """Learns from `steps` (above 0) that took `took_s` with a mean of `sequences`, while the engine computed
-        `prompt_tokens`.
-        """
+        """Learns from `steps` in `took_s` with a mean of `sequences`, while `prompt_tokens` were computed."""
         sums, passed_s = self._sums, now - self._at_s
         if passed_s >= FORGET_EVERY_S:
             keep = 0.5 ** (passed_s / HALF_LIFE_S)

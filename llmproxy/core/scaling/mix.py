@@ -83,9 +83,7 @@ NO_TOKENS = Tokens(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class _Window:
-    """Running sums over the time slots from `begin` to `end` slots ago. The counts are integers, so the sums stay
-    exact.
-    """
+    """Running sums over the slots from `begin` to `end` slots ago. They stay exact, because counts are integers."""
 
     __slots__ = ("_at", "_begin", "_end", "_totals")
 

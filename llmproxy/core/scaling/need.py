@@ -174,10 +174,7 @@ def pool_need(
     settings: ScalingSettings, tpot_s: float | None, start_s: float, kv_full_ratio: float, now: float,
     usual_limit: float = UNPUBLISHED,
 ) -> Need:  # fmt: skip
-    """Returns the need of a pool.
-
-    `tpot_s` is the objective per output token, `start_s` the time until a new replica serves.
-    """
+    """Returns the need of a pool. A new replica serves after `start_s`; `tpot_s` is the objective per output token."""
     up = sum(one.up for one in replicas)
     full = up if demand.waited_s >= FULL_S and all(one.full for one in replicas if one.up) else 0
     came = mix.tokens(mix.within(now, LONG_S))
@@ -223,9 +220,7 @@ def pool_need(
 
 
 def _unchanged(up: int, full: int, demand: Demand, settings: ScalingSettings, waiting: int, start_s: float) -> Need:
-    """Returns the need while the capacity is unknown: the current number of replicas, more if all are full, at least 1
-    if requests wait.
-    """
+    """Returns the need while the capacity is unknown: the current replicas, or more if all are full."""
     need = 0.0
     if demand.idle_s >= settings.idle_s and not waiting:
         # Without requests for `idle_s`, the pool is idle whatever its capacity.
@@ -239,9 +234,7 @@ def _unchanged(up: int, full: int, demand: Demand, settings: ScalingSettings, wa
 
 
 def _seconds(some: Tokens, came: Tokens, capacity: Capacity) -> tuple[float, float]:
-    """Returns the replica-seconds of `some` for prompts and for answers. `capacity` was computed for requests like
-    `came`.
-    """
+    """Returns the replica-seconds of `some` for prompts and for answers. `capacity` is for requests like `came`."""
     prompts_s = capacity.prompt_s * came.requests * _ratio(some.compute, came.compute)
     return prompts_s, capacity.output_s * came.requests * _ratio(some.output, came.output)
 

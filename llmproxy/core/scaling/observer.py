@@ -210,9 +210,7 @@ class PoolScaling(LeaseObserver):
     # --- the number ----------------------------------------------------------------------------------------------
 
     def need(self, learned: Learned | None, replicas: Sequence[ReplicaFacts], kv_full_ratio: float, now: float) -> Need:
-        """Returns the number of replicas that the pool needs now. `learned` is None if the placement learns no
-        times.
-        """
+        """Returns the number of replicas that the pool needs now."""
         if learned is not None:
             self._attention = learned.prefill_attention
         while self._adapters and next(iter(self._adapters.values())) < now - ADAPTERS_S:
@@ -267,9 +265,7 @@ class Scaling:
             self.pool(name).count_on_hold(change, now)
 
     def rename(self, kept: Mapping[str, str], merged: Mapping[str, str]) -> None:
-        """Renames and merges pools. `kept` maps old names to new names. `merged` maps a pool to the pool that it
-        becomes part of.
-        """
+        """Renames pools (`kept`: old name -> new name), and merges pools (`merged`: name -> pool that gets it)."""
         before = dict(self.pools)
         moved = {now: self.pools.pop(was) for was, now in kept.items() if was in before}
         for now, pool in moved.items():

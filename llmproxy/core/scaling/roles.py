@@ -19,9 +19,7 @@ def prefill_share(need: Need) -> float:
 
 
 def apart(need: Need, views: Iterable[View]) -> Need:
-    """Returns `need` with the need of each role. If all roles are `both`, returns `need` unchanged; in other pools,
-    `both` counts as decode.
-    """
+    """Returns `need` with the need of each role, if the pool has roles. `both` then counts as decode."""
     up: Counter[Role] = Counter()
     for view in views:
         up[view.role] += view.available

@@ -1,3 +1,1 @@
-"""Several proxies that schedule as one. A leader schedules for all members, and each member relays for its own
-clients.
-"""
+"""Several proxies that schedule as one: a leader schedules, and each member relays for its own clients."""

@@ -83,7 +83,6 @@ class Cluster:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this member leads."""
         return self.sessions is not None
 
     @property
@@ -198,9 +197,7 @@ class Cluster:
             incoming.link.close()
 
     async def _watch(self) -> None:
-        """Announces state for the next leader while this member leads. Without a leader, refuses late requests or goes
-        standalone.
-        """
+        """Announces state while this member leads. Without a leader, refuses late requests or goes standalone."""
         while True:
             await asyncio.sleep(SEEK_S)
             if self._leaving:
@@ -218,7 +215,6 @@ class Cluster:
                     self._hand_over.restore(self._loop.time())
 
     def state(self) -> ClusterState:
-        """Returns the state for the metrics."""
         return ClusterState(
             self.is_leader, self.has_leader, self.epoch, len(self.members), self.leader_changes, self.last_gap_s,
             self.lock_error is not None,
@@ -282,10 +278,7 @@ class Cluster:
     # --- leader side --------------------------------------------------------------------------------------------------
 
     def _resumed(self) -> None:
-        """Begins to grant leases as soon as all previously known members have reported.
-
-        A new process knows no members, so it waits for the full RESUME_WAIT_S.
-        """
+        """Begins to grant leases once all previously known members have reported, if any were known."""
         if self._resume_timer is None or self.sessions is None or not self._expected:
             return
         if self.sessions.have_resumed(self._expected):

@@ -42,10 +42,7 @@ _type_of = cache(inspect.type_info)
 
 
 class TolerantDecoder(Generic[MessageT]):
-    """Decodes frames that may come from another release. Skips messages of unknown kinds.
-
-    A frame with only known kinds and values is decoded in one step.
-    """
+    """Decodes frames that may come from another release. Skips messages of unknown kinds."""
 
     def __init__(self, kinds: Any) -> None:
         self._whole: msgspec.msgpack.Decoder[list[MessageT]] = msgspec.msgpack.Decoder(list[kinds])
@@ -74,10 +71,7 @@ class TolerantDecoder(Generic[MessageT]):
                     yield self._message.decode(msgspec.msgpack.encode(replaced))
 
     def _with_fallbacks(self, value: Any, type_: inspect.Type) -> Any:
-        """Replaces unknown enum values in plain data of this type, by `FALLBACKS`.
-
-        Data of a wrong type stays as it is; decoding rejects it later.
-        """
+        """Replaces unknown enum values in plain data of this type. Decoding rejects wrong types later."""
         match type_, value:
             case inspect.EnumType(cls), str() | int() if value not in [one.value for one in cls]:
                 return self._fallback(cls, value)

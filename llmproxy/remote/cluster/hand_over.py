@@ -36,10 +36,7 @@ class MemberCallbacks:
 
 
 class HandOver:
-    """The last state that this member announced as leader or received from the leader.
-
-    `now` is the event loop's clock.
-    """
+    """The last state that this member announced or received. `now` is the event loop's clock."""
 
     def __init__(self, pools: Pools, callbacks: MemberCallbacks) -> None:
         self._pools = pools
@@ -136,9 +133,7 @@ def _balances(band: tuple[str, int], flows: Mapping[str, float]) -> Iterator[Bal
 
 
 class AnnouncedRateDebts:
-    """The last announced debts of rate limits. A debt is the seconds until a limit has refilled the tokens that were
-    taken.
-    """
+    """The last announced debts of rate limits: the seconds until a limit has refilled."""
 
     def __init__(self) -> None:
         self._refilled_s: dict[RateName, float] = {}

@@ -30,7 +30,6 @@ class KubernetesLock:
         self._seen: tuple[str, float] = "", 0.0
 
     async def take(self, wanted: Leadership, lock_s: float) -> Leadership:
-        """See `LockStore.take`."""
         for _ in range(TRIES):
             lease = await self._read()
             found = None if lease is None else _leadership(lease)
@@ -45,12 +44,10 @@ class KubernetesLock:
         raise StoreError("the API server refuses each change of the Lease as a conflict")
 
     async def holder(self) -> Leadership | None:
-        """See `LockStore.holder`."""
         lease = await self._read()
         return None if lease is None or self._over(lease) else _leadership(lease)
 
     async def release(self, holder: str) -> None:
-        """See `LockStore.release`."""
         lease = await self._read()
         found = None if lease is None else _leadership(lease)
         if lease is None or found is None or found.holder != holder:

@@ -70,11 +70,7 @@ class ClusterLeasing(LeaseClient):
     """A `Leasing` that calls the leader, which may be in this process. Names are resolved in this process."""
 
     def __init__(self, local: Dispatcher, backends: Container[str]) -> None:
-        """
-        Args:
-            local: The dispatcher of this process, which resolves names.
-            backends: Names of the backends that this member knows.
-        """
+        """Creates the member side. `local` resolves names. `backends`: names that this member knows."""
         super().__init__(backends)
         self._local = local
         self._prefixes = _Prefixes(local.pools.backends)
@@ -127,7 +123,6 @@ class ClusterLeasing(LeaseClient):
             asking.cancel()
 
     def direct(self, backend: str, cut: Callable[[], None]) -> AbstractContextManager[None]:
-        """See `Dispatcher.direct`."""
         return self._local.direct(backend, cut)
 
     async def caught_up(self) -> None:
@@ -149,14 +144,12 @@ class ClusterLeasing(LeaseClient):
             await asyncio.sleep(NO_LEADER_RETRY_S)
 
     def apply(self, event: LeaseEvent, now: float) -> None:
-        """See `LeaseClient.apply`."""
         if isinstance(event, Started):
             grant = self.grant(event.lease)
             self._prefixes.note(grant, grant.request.prefix)
         super().apply(event, now)
 
     def cached(self, grant: Grant, hashes: Sequence[int]) -> None:
-        """See `Dispatcher.cached`."""
         self._prefixes.note(grant, hashes)
         super().cached(grant, hashes)
 
@@ -166,7 +159,6 @@ class ClusterLeasing(LeaseClient):
             self.report(messages.ExitReport(ended.later(-_now())))
 
     def drain(self, *, finish_waiting: bool = False) -> None:
-        """Drains this member as `Dispatcher.drain` does."""
         self._local.drain(finish_waiting=True)
         super().drain(finish_waiting=finish_waiting)
 
@@ -178,11 +170,7 @@ class LeaderConnection:
         self, leadership: Leadership, handle: Callable[[LeaderConnection, ToMember], None],
         lost: Callable[[LeaderConnection, str], None],
     ) -> None:  # fmt: skip
-        """
-        Args:
-            handle: Gets each message of the leader.
-            lost: Gets the reason when the connection ends.
-        """
+        """Creates a connection that passes messages to `handle`, and the reason of its end to `lost`."""
         self.leadership = leadership
         self.link: Link[ToMember] = Link(
             TO_MEMBER, lambda message: handle(self, message), lambda: lost(self, self._end_reason()), local=False
@@ -223,11 +211,7 @@ class Dialer:
         self, network: Network, hello: Callable[[], Hello], handle: Callable[[LeaderConnection, ToMember], None],
         lost: Callable[[LeaderConnection, str], None],
     ) -> None:  # fmt: skip
-        """
-        Args:
-            hello: Returns the Hello of this member.
-            handle, lost: See `LeaderConnection`.
-        """
+        """Creates a dialer. `hello` returns the Hello of this member."""
         self._network = network
         self._hello = hello
         self._handle = handle

@@ -35,9 +35,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def reachable(host: str, port: int) -> str:
-    """Returns the address at which other machines reach a port that listens on `host`. Raises ConfigError if it is
-    unknown.
-    """
+    """Returns the address of a port on `host` for other machines. Raises ConfigError if it is unknown."""
     if host in WILDCARDS:
         try:
             host = socket.gethostbyname(socket.gethostname())
@@ -45,7 +43,7 @@ def reachable(host: str, port: int) -> str:
             host = "127.0.0.1"
         if host.startswith("127."):
             raise ConfigError(
-                ["cluster.advertise: the name of this machine does not tell its address; say at which others reach it"]
+                ["cluster.advertise: set the address at which other members reach this one; the host name has none"]
             )
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -115,10 +113,7 @@ class TcpNetwork:
 
 
 class PeerTls:
-    """Mutual TLS: both sides show a certificate of the cluster's authority with the DNS name that all members share.
-
-    Raises ConfigError for unusable files.
-    """
+    """Mutual TLS: both sides show a certificate of the cluster's authority with a shared name. Raises ConfigError."""
 
     def __init__(self, config: ClusterTlsConfig) -> None:
         assert config.cert is not None
@@ -173,10 +168,7 @@ class PendingConnections:
     """
 
     def __init__(self, connections_max: int) -> None:
-        """
-        Args:
-            connections_max: Maximum number of connections, including identified ones.
-        """
+        """Creates the limits. `connections_max` also counts identified connections."""
         self._connections_max = connections_max
         self._open: dict[Peer, asyncio.Transport] = {}
         self._pending: dict[Peer, asyncio.TimerHandle] = {}
@@ -207,9 +199,7 @@ class PendingConnections:
         self._pending[peer] = loop.call_later(HELLO_S, self._end, peer, f"no member within {HELLO_S:g} s")
 
     def identified(self, transport: asyncio.BaseTransport) -> None:
-        """Keeps a connection open, because it belongs to a member. A Hello that is sent at once may be read before
-        `accepted` is called for its connection.
-        """
+        """Keeps a member's connection open. Its Hello may be read before the call of `accepted`."""
         peer = _peer(transport)
         if (timer := self._pending.pop(peer, None)) is not None:
             timer.cancel()

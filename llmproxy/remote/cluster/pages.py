@@ -24,7 +24,7 @@ PAGE_BYTES_MAX = 8 << 20  # A longer page would not fit into a frame.
 PASSED_ON_MAX = 2
 """Maximum number of hops: from a member to the leader that it knows, and from there to the actual leader."""
 UNLED = "The cluster has no leader now, and the next leader would not know of this change. Try again."
-UNKNOWN = "This member of the cluster has no leader. This member knows at most a part of the work. Try again."
+UNKNOWN = "This member of the cluster has no leader, so it knows at most a part of the work. Try again."
 DIFFER = "Members disagree about the leader for this page, and have forwarded the request twice. Try again."
 
 

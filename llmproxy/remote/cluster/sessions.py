@@ -41,10 +41,7 @@ _log = structlog.get_logger()
 
 
 class MemberSession:
-    """Serves one member over successive connections, until the member is gone.
-
-    `on_resumed` is called after the member's `Resumed`.
-    """
+    """Serves one member over successive connections. `on_resumed` is called after its `Resumed`."""
 
     def __init__(self, services: Services, hello: Hello, on_resumed: Callable[[], None]) -> None:
         self._pools = services.dispatcher.pools
@@ -58,7 +55,6 @@ class MemberSession:
 
     @property
     def connected(self) -> bool:
-        """Whether the member has a connection."""
         return self.server.link is not None
 
     def attach(self, link: Sender) -> None:
@@ -101,10 +97,7 @@ class MemberSession:
 
 
 class MemberSessions:
-    """The members, while this member leads.
-
-    `me` returns the Hello of this member. `on_resumed` is called after the `Resumed` of each member.
-    """
+    """The members, while this member leads. `me` returns its Hello. `on_resumed` is called after each `Resumed`."""
 
     def __init__(
         self, me: Callable[[], Hello], services: Services, callbacks: MemberCallbacks, hand_over: HandOver,
@@ -176,7 +169,6 @@ class MemberSessions:
             self.send_all(drained)
 
     def send_all(self, message: Message) -> None:
-        """Sends a message to all members."""
         for session in self.by_name.values():
             session.server.send(message)
 
@@ -225,7 +217,7 @@ class IncomingConnection:
             self._end("this member does not lead")
         elif hello.epoch > cluster.epoch:
             cluster.raise_epoch(hello.epoch)
-            self._end("there was a later election than that of this leader")
+            self._end("a later leader was elected")
         elif other is not None and other.connected and other.hello.incarnation != hello.incarnation:
             self._refuse(f"another member has its name, {hello.name}: give each a cluster.member of its own")
         elif len(members) >= MEMBERS_MAX and other is None:

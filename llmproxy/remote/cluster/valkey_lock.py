@@ -44,17 +44,14 @@ class ValkeyLock:
         self._keys = f"llmproxy:{{{name}}}:leader", f"llmproxy:{{{name}}}:epoch"
 
     async def take(self, wanted: Leadership, lock_s: float) -> Leadership:
-        """See `LockStore.take`."""
         given = wanted.holder, wanted.address, wanted.epoch, round(1000 * lock_s)
         return _leadership(await self._server.run(TAKE, self._keys, *given))
 
     async def holder(self) -> Leadership | None:
-        """See `LockStore.holder`."""
         held = await self._server.run("return redis.call('GET', KEYS[1])", self._keys[:1])
         return None if held is None else _leadership(held)
 
     async def release(self, holder: str) -> None:
-        """See `LockStore.release`."""
         await self._server.run(RELEASE, self._keys[:1], holder)
 
     async def close(self) -> None:

@@ -51,7 +51,6 @@ class WorkerLeasing(LeaseClient):
     """A `Leasing` that calls the scheduler process. It resolves known names itself."""
 
     def __init__(self, link: Link[messages.ToWorker], backends: Container[str]) -> None:
-        """See `LeaseClient`."""
         super().__init__(backends)
         self.link = link
         self._targets: Mapping[str, Target] = {}
@@ -71,7 +70,6 @@ class WorkerLeasing(LeaseClient):
         return resolved.target
 
     def direct(self, backend: str, cut: Callable[[], None]) -> AbstractContextManager[None]:
-        """See `Dispatcher.direct`."""
         if self.draining:
             raise shutting_down()
         return self.lasting(lambda call: messages.DirectRequest(call, backend), cut)
@@ -195,11 +193,9 @@ class _Worker:
                 raise NotImplementedError(type(message).__name__)
 
     def lost(self) -> None:
-        """Refuses all calls, because the scheduler is gone."""
         self._leasing.lost()
 
     def _set_backends(self, known: messages.KnownBackends) -> None:
-        """Replaces all backends and names."""
         self._leasing.set_names(known)
         backends: tuple[BackendConfig, ...] = pickle.loads(known.backends)
         self._backends.clear()

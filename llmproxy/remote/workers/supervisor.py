@@ -52,18 +52,13 @@ class WorkerSupervisor:
         page: Callable[[messages.PageRequest], Coroutine[Any, Any, messages.PageResponse]],
         socket_activated: bool,
     ) -> None:
-        """
-        Args:
-            page: Answers requests that are not for an engine.
-            socket_activated: Whether the service manager keeps the listening sockets open too.
-        """
         self._rulebook = gateway.rulebook
         self._dispatcher = dispatcher
         self._pools: Pools = dispatcher.pools
         self._backends = backends
         self._stored = gateway.stored
         self._metrics = metrics
-        self.socket_activated = socket_activated
+        self.socket_activated = socket_activated  # Whether the service manager keeps the sockets open too.
         self.url = ""
         self._services = Services(dispatcher, page, gateway.exits.record, self._response_stored, self.update_workers)
         self._sinks = WorkerSinks(gateway.rulebook, gateway.exits, self._pools.estimator, self._learned)
@@ -226,9 +221,7 @@ class WorkerSupervisor:
 
     @property
     def open_requests(self) -> int:
-        """The number of open requests. A worker that shuts down but is not idle counts as one request if none is known
-        here.
-        """
+        """The number of open requests; at least 1 for a worker that shuts down and is not idle yet."""
         shuts_down = self._shutdown.draining or self._shutdown.closed
         return sum(
             session.server.open_requests or (shuts_down and not session.idle.is_set())
@@ -257,9 +250,7 @@ class WorkerSupervisor:
                 one.close()
 
     async def wait_idle(self) -> None:
-        """Waits until no worker has an open request; if this process was replaced, until none has an open
-        connection.
-        """
+        """Waits until no worker has an open request, or after a replacement, an open connection."""
         for session in self._sessions.values():
             await session.idle.wait()
 

@@ -65,9 +65,7 @@ class FairShare(FairnessPolicy):
 
     @property
     def credit(self) -> float:
-        """The credit of a flow that becomes backlogged: its counter is raised to at least the virtual time minus this
-        credit.
-        """
+        """The credit of a flow that becomes backlogged, in units of its counter."""
         return CREDIT_REQUESTS * self._charged / self._requests if self._charged > 0.0 else 0.0
 
     def backlogged(self, flow: str, head: Request) -> None:

@@ -22,9 +22,7 @@ class FairnessPolicy(ABC):
 
     @abstractmethod
     def backlogged(self, flow: str, head: Request) -> None:
-        """Records that `flow` has waiting requests, beginning with `head`. Called again whenever the first request
-        changes.
-        """
+        """Records that `head` is now the first waiting request of `flow`."""
 
     @abstractmethod
     def emptied(self, flow: str) -> None:
@@ -51,16 +49,10 @@ class FairnessPolicy(ABC):
         """Records the first byte of the answer to `request`."""
 
     def ended(self, request: Request, met: bool | None, now: float) -> None:
-        """Records the end of `request`, whether or not it ever waited.
-
-        `met`: whether its objective was met; None without an objective, or if the client left.
-        """
+        """Records the end of `request`. `met`: whether its objective was met; None if that is unknown."""
 
     def balances(self) -> Mapping[str, float]:
-        """Maps flows to their charges above the common minimum, for `restore` in the process that replaces this one.
-
-        Empty for a policy without accounts.
-        """
+        """Maps flows to their charges above the common minimum, for `restore` in the next process."""
         return {}
 
     def restore(self, balances: Mapping[str, float]) -> None:
