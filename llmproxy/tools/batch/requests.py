@@ -53,6 +53,9 @@ class RequestFile:
         self.models: set[str] = set()
         try:
             self._file = path.open("rb")
+            if not self._file.seekable():
+                self.close()
+                raise BatchError(f"{path} is no regular file; a batch is read twice, so write it to a file")
             problems = self._problems()
         except OSError as error:
             raise BatchError(f"cannot read {path}: {error.strerror or error}") from None
@@ -113,6 +116,8 @@ def _checked(line: bytes) -> tuple[BatchRequest, str | None]:
         raise
     except msgspec.DecodeError as error:
         raise ValueError(f"is no JSON: {error}") from None
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
     if request.method != "POST":
         raise ValueError(f"the method is {printable(request.method)}, and should be POST")
     if request.url not in ENDPOINTS:

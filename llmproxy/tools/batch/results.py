@@ -6,6 +6,7 @@ import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from stat import S_ISREG
 from uuid import uuid4
 
 import msgspec
@@ -57,6 +58,9 @@ class ResultFile:
             self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         except OSError as error:
             raise self._broken(error) from None
+        if not S_ISREG(os.fstat(self._fd).st_mode):
+            os.close(self._fd)
+            raise BatchError(f"cannot write {path}: it is no regular file")
         try:
             # The kernel ends the lock with the process, however it ends.
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

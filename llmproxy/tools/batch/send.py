@@ -23,7 +23,9 @@ from llmproxy.tools.top.ask import cause
 
 AGAIN = frozenset({408, 409, 429, 500, 502, 503, 504})
 NO_KEY = frozenset({401, 403})
+UNAVAILABLE = frozenset({429, 503})
 SYNC_S = 1.0
+CHECK = aiohttp.ClientTimeout(total=30.0)
 
 
 class _Model(msgspec.Struct):
@@ -81,7 +83,7 @@ class Sender:
     async def check(self) -> None:
         """Raises BatchError if no server of OpenAI's API answers here to this key, or lacks a model of the batch."""
         try:
-            async with self._session.get(self._url / "v1/models") as answer:
+            async with self._session.get(self._url / "v1/models", timeout=CHECK) as answer:
                 status, body = answer.status, await answer.read()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise BatchError(f"{self._url} is not reachable: {printable(cause(error))}") from None
@@ -89,7 +91,7 @@ class Sender:
             raise BatchError(f"{self._url} refuses the key (--api-key): {_message(body)}")
         try:
             known = {model.id for model in _MODELS.decode(body).data} if status == 200 else None
-        except ValueError:
+        except (ValueError, RecursionError):
             known = None
         if known is None:
             raise BatchError(f"{self._url} gives no list of models: /v1/models answers {status}: {_message(body)}")
@@ -145,12 +147,20 @@ class Sender:
             if failures < self._attempts:
                 done_before = self.tally.done
                 await self._pause(pause_s(failures) * random.uniform(0.5, 1.0))
-            elif self.tally.done == done_before:
+            elif self.tally.done == done_before and (status in UNAVAILABLE or not await self._serves()):
                 self.stop(f"{self._url} answers no request: {attempt.trouble}")
             else:
                 message = f"{failures} attempts failed, the last with {attempt.trouble}"
                 self._write(Result(request.custom_id, attempt.response, Failure("attempts_failed", message)))
                 return
+
+    async def _serves(self) -> bool:
+        """Returns whether the server still lists the models of the batch."""
+        try:
+            await self.check()
+        except BatchError:
+            return False
+        return True
 
     def _write(self, result: Result) -> None:
         self._results.append(result)
@@ -192,7 +202,7 @@ class Sender:
             self.window.answered(_wait_s(headers.get("x-llmproxy-queue-ms")))
             return _Attempt(response)
         self.window.refused(sent_s, now)
-        retry_s = retry_after_s(headers.get("retry-after")) if status in (429, 503) else None
+        retry_s = retry_after_s(headers.get("retry-after")) if status in UNAVAILABLE else None
         if retry_s is not None:
             self._resume_s = max(self._resume_s, now + max(retry_s, pauses.PAUSE_S))
         return _Attempt(response, f"{status}: {_message(body)}", retry_s)
@@ -210,7 +220,7 @@ def _on_one_line(body: bytes) -> msgspec.Raw:
     text = body.decode(errors="replace")
     try:
         return msgspec.Raw(msgspec.json.format(text, indent=-1).encode())
-    except ValueError:
+    except (ValueError, RecursionError):
         return msgspec.Raw(msgspec.json.encode(text))
 
 
@@ -218,5 +228,5 @@ def _message(body: bytes) -> str:
     """Returns the message of an error answer."""
     try:
         return printable(str(msgspec.json.decode(body)["error"]["message"]))
-    except (ValueError, TypeError, LookupError):
+    except (ValueError, TypeError, LookupError, RecursionError):
         return printable(body[:200].decode(errors="replace"))

@@ -45,7 +45,7 @@ class Tally:
         self.done += 1
         self.failed += result.failed
         if result.response is not None:
-            with suppress(msgspec.MsgspecError):  # Not every answer has usage.
+            with suppress(msgspec.MsgspecError, RecursionError):  # Not every answer has usage.
                 if usage := _ANSWER.decode(result.response.body).usage:
                     self.prompt_tokens += usage.prompt_tokens + usage.input_tokens
                     self.answer_tokens += usage.completion_tokens + usage.output_tokens

@@ -42,11 +42,13 @@ class Carried(Struct):
 
     def add_backend(self, text: str) -> None:
         """Adds a server once, or leaves an unusable URL out with the reason."""
+        written = backend_from_text(text)
+        url = written["url"] if isinstance(written, dict) else text
         try:
-            written = backend_from_text(text)
-            backend_url(written["url"] if isinstance(written, dict) else text)
+            backend_url(url)
         except ValueError as error:
-            self.leave("a server", str(error))
+            # A query may have a secret.
+            self.leave("a server", str(error).replace(url, url.partition("?")[0]))
             return
         if text not in self.backends:
             self.backends.append(text)
@@ -61,12 +63,12 @@ class Carried(Struct):
         found = attrgetter(key)(config)
         self.keys[key] = list(found) if isinstance(found, tuple) else found
 
-    def place(self, placement: str, written: str) -> None:
-        """Carries a placement by session over. The default suits all others."""
+    def place(self, placement: str, name: str) -> None:
+        """Carries a placement by session over. The default suits all others. `name` is the other router's setting."""
         if placement.lower().replace("-", "_") in SESSION_PLACEMENTS:
-            self.set("scheduling.placement", "session", written)
+            self.set("scheduling.placement", "session", name)
         else:
-            self.leave(written, "the default placement `cost` weighs queues, cached prefixes and adapters")
+            self.leave(name, "the default placement `cost` weighs queues, cached prefixes and adapters")
 
 
 def pods_url(selector: str, port: str, namespace: str = "", role: str = "") -> str:

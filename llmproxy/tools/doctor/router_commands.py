@@ -50,7 +50,7 @@ def read_words(words: Sequence[str], flags: Flags) -> Carried:
                 if "://" in url:
                     found.add_backend(f"{name[2:]}={url}")
         elif name == "--engine-stats-interval":
-            found.leave(written, POLLED)
+            found.leave(name, POLLED)
         elif name == "--static-aliases":
             pairs = (item.partition(":") for item in _items(values))
             found.aliases |= {alias: [target] for alias, _, target in pairs if target}
@@ -62,12 +62,13 @@ def read_words(words: Sequence[str], flags: Flags) -> Carried:
             for url in _items(values):
                 found.add_backend(url)
         elif list(keys) == ["scheduling.placement"]:
-            found.place(value, written)
+            found.place(value, name)
         elif keys and value:
             for key in keys:
                 found.set(key, value, written)
         else:
-            found.leave(written)
+            # Without the value, which may be a secret.
+            found.leave(name)
     if "scheduling.session" in found.keys and "scheduling.placement" not in found.keys:
         del found.keys["scheduling.session"]
         found.leave("--session-key", "needs `scheduling.placement: session`")

@@ -120,9 +120,9 @@ def _nginx(text: str, blocks: list[tuple[str, str]]) -> Carried:
                 else:
                     found.add_backend(f"{scheme}://{directive[1]}")
             elif directive[0] in ("least_conn", "ip_hash", "hash", "random", "least_time"):
-                found.place(directive[0], written)
+                found.place(directive[0], directive[0])
             else:
-                found.leave(written)
+                found.leave(directive[0])
     found.leave("everything outside `upstream`")
     return found
 
@@ -145,9 +145,11 @@ def _litellm(_: Flags, document: Document) -> Carried:
             found.set(LITELLM_KEYS[key], value, f"{written} {value}")
         elif key == "model_group_alias":
             # An alias of an alias has the targets of the latter.
-            found.aliases |= {alias: found.aliases.get(name, [name]) for alias, name in value.items()}
+            for alias, target in value.items():
+                name = target["model"] if isinstance(target, dict) else target
+                found.aliases[alias] = found.aliases.get(name, [name])
         elif key == "routing_strategy":
-            found.place(str(value), f"{written} {value}")
+            found.place(str(value), written)
         else:
             found.leave(written)
     for name in document.keys() - {"model_list", "router_settings"}:
@@ -169,7 +171,7 @@ def _add_deployment(found: Carried, name: str, parameters: Document) -> None:
     if "*" not in name and served not in (targets := found.aliases.setdefault(name, [])):
         targets.append(served)
     if "api_key" in parameters:
-        found.leave(f"api_key of {base}", "a secret; LLMPROXY_BACKEND_API_KEY, if all servers have the same")
+        found.leave(f"api_key of {name}", "a secret; LLMPROXY_BACKEND_API_KEY, if all servers have the same")
     for key in parameters.keys() - {"model", "api_base", "api_key"}:
         found.leave(f"{key} of {name}")
 
@@ -199,9 +201,9 @@ def _production_stack(flags: Flags, document: Document) -> Carried:
         found.add_backend(pods_url(selector, str(engines.get("containerPort", ENGINE_PORT))))
     logic = str(router.get("routingLogic", "roundrobin"))
     if logic.startswith("disaggregated"):
-        found.leave(f"routingLogic: {logic}", "give the backends roles: `prefill=URL` and `decode=URL`")
+        found.leave("routingLogic", "give the backends roles: `prefill=URL` and `decode=URL`")
     else:
-        found.place(logic, f"routingLogic: {logic}")
+        found.place(logic, "routingLogic")
     if logic == "session" and router.get("sessionKey"):
         found.set("scheduling.session", [f"header:{router['sessionKey']}"], "sessionKey")
     for name in sorted(ROUTER_FLAGS & {name for name, value in router.items() if value}):

@@ -45,6 +45,7 @@ def names(path: Path) -> list[str]:
         (line("same"), "line 1 has the custom_id same too"),
         ('{"custom_id": "\\ud800"}', "is no JSON: "),
         ("\x00", "is no JSON: "),
+        (json.dumps(line(1, body="deep")).replace('"deep"', "[" * 20_000 + "]" * 20_000), "is nested too deeply"),
     ],
 )
 def test_a_wrong_line_is_named_with_its_number(tmp_path: Path, broken: object, message: str) -> None:
@@ -70,6 +71,18 @@ def test_files_that_are_no_batch(tmp_path: Path) -> None:
             RequestFile(path)
     with patch.object(requests, "LINE_BYTES_MAX", 300), pytest.raises(BatchError, match="line 2: is longer than"):
         RequestFile(write(tmp_path / "b.jsonl", [line(1), line(2, body={"x": "y" * 400}), line(3)]))
+
+
+def test_pipes_are_refused(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.write(writing, json.dumps(line(1)).encode())
+    os.close(writing)
+    with pytest.raises(BatchError, match="is no regular file"):
+        RequestFile(Path(f"/dev/fd/{reading}"))
+    os.close(reading)
+    for path in (Path("/dev/null"), tmp_path):
+        with pytest.raises(BatchError, match="cannot write"):
+            ResultFile(path)
 
 
 def test_bodies_keep_their_bytes(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from llmproxy.tools.top import ProxyAddress
 from tests.tools.batch.files import line, read, write
 
 Answer = Callable[[web.Request, str], Awaitable[web.Response]]
+DEEP = '{"a":' * 20_000 + "1" + "}" * 20_000
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2}
 
 
@@ -47,7 +48,8 @@ class Server:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         if request.path == "/v1/models":
-            return self.models
+            models = self.models  # An answer can be sent only once.
+            return web.Response(body=models.body, status=models.status, content_type=models.content_type)
         text = (await request.json())["messages"][0]["content"].split()[-1]
         self.asked[text] += 1
         self.headers.append(dict(request.headers))
@@ -173,6 +175,32 @@ async def test_after_the_last_attempt_the_result_is_an_error(tmp_path: Path) -> 
     }
 
 
+@pytest.mark.parametrize("status", [0, 500])
+async def test_a_request_that_always_fails_is_a_result_if_the_server_answers(tmp_path: Path, status: int) -> None:
+    async def answer(request: web.Request, _: str) -> web.Response:
+        if status == 0:
+            assert request.transport is not None
+            request.transport.abort()
+        return refusal(status or 500)
+
+    write(tmp_path / "b.jsonl", [line("0")])
+    code, found = await sent(Server(answer), tmp_path)
+    assert (code, found["0"]["error"]["code"]) == (1, "attempts_failed")
+
+
+async def test_no_request_fails_if_the_server_went_away(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def answer(request: web.Request, _: str) -> web.Response:
+        server.models = refusal(502)
+        assert request.transport is not None
+        request.transport.abort()
+        return refusal(500)
+
+    server = Server(answer)
+    write(tmp_path / "b.jsonl", map(line, range(3)))
+    assert await sent(server, tmp_path) == (3, {})
+    assert "answers no request: Server disconnected" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("status", [503, 401])
 async def test_a_server_that_answers_nothing_any_more_costs_no_request(
     tmp_path: Path, status: int, capsys: pytest.CaptureFixture[str]
@@ -217,6 +245,21 @@ async def test_answers_that_are_no_json_stay_on_one_line(tmp_path: Path) -> None
     _, found = await sent(Server(answer), tmp_path)
     assert [found[name]["response"]["body"] for name in bodies] == [{"a": [1, 2.5]}, bodies["1"], bodies["2"]]
     assert (await sent(Server(), tmp_path))[0] == 1
+
+
+@pytest.mark.parametrize("status", [200, 404, 503])
+async def test_deeply_nested_answers_are_texts(tmp_path: Path, status: int) -> None:
+    async def answer(_: web.Request, __: str) -> web.Response:
+        return web.Response(text=DEEP, status=status)
+
+    write(tmp_path / "b.jsonl", map(line, range(2)))
+    code, found = await sent(Server(answer), tmp_path)
+    assert (code, len(found)) == {200: (0, 2), 404: (1, 2), 503: (3, 0)}[status]
+    server = Server()
+    server.models = web.Response(text=DEEP)
+    write(tmp_path / "b.jsonl", map(line, range(3)))
+    with pytest.raises(BatchError, match="gives no list of models"):
+        await sent(server, tmp_path)
 
 
 @pytest.mark.parametrize(("signals", "kept"), [(1, 2), (2, 0)])

@@ -35,7 +35,7 @@ COMMANDS: dict[str, tuple[str, str, list[str], dict[str, Any], list[str]]] = {
     "vllm-router": (
         f"vllm-router --worker-urls {A} {B} --policy cache_aware --host 0.0.0.0 --port 30000"
         " --request-timeout-secs 1800 --queue-size 500 --retry-max-retries=3"
-        " --balance-abs-threshold 32 --api-key s3cret",
+        " --balance-abs-threshold 32 --api-key s3cret --hf-login s3cret --log-stats s3cret",
         "vllm-router",
         [A, B],
         {
@@ -45,7 +45,13 @@ COMMANDS: dict[str, tuple[str, str, list[str], dict[str, Any], list[str]]] = {
             "queue.requests_max": 500,
             "retry.extra_attempts": 3,
         },
-        ["--policy cache_aware: the default", "--balance-abs-threshold 32", "--api-key: a secret"],
+        [
+            "--policy: the default",
+            "--balance-abs-threshold",
+            "--api-key: a secret",
+            "--hf-login",
+            "--log-stats",
+        ],
     ),
     "production-stack": (
         "python3 -m vllm_router.app --port 8000 \\\n --service-discovery static \\\n"
@@ -54,7 +60,7 @@ COMMANDS: dict[str, tuple[str, str, list[str], dict[str, Any], list[str]]] = {
         "production-stack",
         [A, B],
         {"port": 8000, "scheduling.placement": "session", "scheduling.session": ["header:x-user-id"]},
-        ["--static-models llama,llama", "--engine-stats-interval 10: llmproxy reads", "--log-stats"],
+        ["--static-models", "--engine-stats-interval: llmproxy reads", "--log-stats"],
     ),
     "production-stack in Kubernetes": (
         "vllm-router --service-discovery k8s --k8s-namespace llm --k8s-port 8080 --k8s-label-selector app=vllm,tier=a"
@@ -62,7 +68,7 @@ COMMANDS: dict[str, tuple[str, str, list[str], dict[str, Any], list[str]]] = {
         "vllm-router",
         ["kubernetes+http://llm/pods/app=vllm,tier=a:8080"],
         {},
-        ["--routing-logic roundrobin: the default"],
+        ["--routing-logic: the default"],
     ),
     "SGLang's gateway": (
         f"python -m sglang_router.launch_router --pd-disaggregation --prefill {A} 9000 --decode {B} --policy manual",
@@ -90,7 +96,14 @@ COMMANDS: dict[str, tuple[str, str, list[str], dict[str, Any], list[str]]] = {
         "the other router",
         ["kubernetes+http://llm/inferencepool/vllm-llama"],
         {},
-        ["--v 4", "--zap-encoder json"],
+        ["--v", "--zap-encoder"],
+    ),
+    "URLs with passwords": (
+        f"vllm-router --worker-urls http://user:s3cret@gpu-0:8000 {A}?key=s3cret --routing-logic s3cret",
+        "vllm-router",
+        [],
+        {},
+        ["a server: should hold no user", f"a server: '{A}' should have no query", "--routing-logic: the default"],
     ),
     "wrong values": (
         f"vllm-router --worker-urls {A} --port http --queue-size 0 --session-key x-user",
@@ -107,6 +120,7 @@ def test_commands(name: str) -> None:
     command, router, backends, keys, left = COMMANDS[name]
     found = of(command)
     assert (found.router, found.backends, found.keys) == (router, backends, keys)
+    # A flag without a meaning here is named without its value, which may be a secret.
     assert [text[: len(start)] for text, start in zip(found.left, left, strict=True)] == left
     assert "s3cret" not in repr(found)
 
@@ -135,13 +149,14 @@ def test_nginx(tmp_path: Path) -> None:
         tmp_path,
         "http {\n  upstream vllm {  # engines\n    least_conn;\n    server gpu-0:8000 weight=2 max_fails=3;\n"
         "    server gpu-1:8000;\n    # server gpu-2:8000;\n    server gpu-3:8000 down;\n    server unix:/run/x.sock;\n"
-        "    keepalive 64; }\n  upstream tls { ip_hash; server gpu-4; }\n  server {\n    listen 80;\n"
+        "    keepalive 64; sticky secret=s3cret; }\n"
+        "  upstream tls { ip_hash; server gpu-4; }\n  server {\n    listen 80;\n"
         "    location / { proxy_pass http://vllm; }\n    location /t { proxy_pass https://tls; } } }\n",
     )
     assert (found.router, found.backends) == ("nginx", [A, B, "https://gpu-4"])
     assert found.keys == {"scheduling.placement": "session"}
     assert [text.partition(":")[0] for text in found.left] == [
-        "least_conn", "server gpu-3", "server unix", "keepalive 64", "everything outside `upstream`",
+        "least_conn", "server gpu-3", "server unix", "keepalive", "sticky", "everything outside `upstream`",
     ]  # fmt: skip
 
 
@@ -162,7 +177,8 @@ model_list:
   - {{model_name: gpt-4o, litellm_params: {{model: gpt-4o, api_key: sk-s3cret}}}}
   - {{model_name: var, litellm_params: {{model: hosted_vllm/x, api_base: os.environ/VLLM_URL}}}}
 router_settings:
-  {{routing_strategy: least-busy, num_retries: 4, timeout: 600, model_group_alias: {{fast: chat}}, redis_host: r}}
+  {{routing_strategy: least-busy, num_retries: 4, timeout: 600, redis_host: r,
+   model_group_alias: {{fast: chat, hidden: {{model: mixed, hidden: true}}}}}}
 litellm_settings: {{drop_params: true}}
 general_settings: {{master_key: sk-s3cret}}
 """,
@@ -173,9 +189,10 @@ general_settings: {{master_key: sk-s3cret}}
         "chat": ["meta-llama/Llama-3.1-8B"],
         "mixed": ["a", "b"],
         "fast": ["meta-llama/Llama-3.1-8B"],
+        "hidden": ["a", "b"],
     }
     assert "s3cret" not in repr(found)
-    for part in ("api_key of http://gpu-0:8000/v1", "rpm of chat", "gpt-4o", "variable VLLM_URL", "redis_host"):
+    for part in ("api_key of chat", "rpm of chat", "gpt-4o", "variable VLLM_URL", "redis_host"):
         assert any(part in text for text in found.left), part
 
 
