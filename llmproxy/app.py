@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -295,7 +295,7 @@ async def _build(
     cluster_leasing = None if config.cluster.listen is None else ClusterLeasing(dispatcher, registry.backends)
 
     shown = [recorder.record] if cluster_leasing is None else [cluster_leasing.exited, recorder.record]
-    usage = await _usage(stack, config, pools, usage_folder)
+    usage = await _usage(stack, config, pools, usage_folder, lambda: proxy.config.api_keys)
     further = _exit_readers(stack, config, metrics, now(), lambda: gateway.rulebook.current.config)
     readers = [*shown, usage.record, *further]
     exits = Exits(metrics, *readers)
@@ -413,10 +413,12 @@ def _exit_readers(
         yield export.record
 
 
-async def _usage(stack: AsyncExitStack, config: Config, pools: Pools, folder: Path | None) -> Usage:
+async def _usage(
+    stack: AsyncExitStack, config: Config, pools: Pools, folder: Path | None, plain_keys: Callable[[], Sequence[str]]
+) -> Usage:
     """Returns the use of tenants, and sets today's budgets to it. Writes the use until `stack` is left."""
     name = process_name(config.cluster.member or gethostname(), time.time())  # noqa: TID251 - days are of the calendar
-    usage = Usage(folder, name, ZoneInfo(config.usage.time_zone), time.time)  # noqa: TID251
+    usage = Usage(folder, name, ZoneInfo(config.usage.time_zone), time.time, plain_keys)  # noqa: TID251
     await stack.enter_async_context(background_task(usage.run, "write the use of tenants"))
     await usage.begin_day(pools.days)
     await stack.enter_async_context(background_task(partial(usage.follow_days, pools.days), "begin days"))

@@ -17,7 +17,7 @@ from llmproxy.core.placement.staged import StagedPlacement
 from llmproxy.core.policy_registry import Faults
 from llmproxy.core.queueing.charge import charges
 from llmproxy.core.queueing.min_share import MinShares
-from llmproxy.core.queueing.rate_limits import expected
+from llmproxy.core.queueing.rate_limits import charged_usage
 from llmproxy.core.queueing.usage_limits import UsageLimits
 from llmproxy.core.queueing.waiting_room import WaitingRoom
 from llmproxy.core.settings import Settings
@@ -220,13 +220,8 @@ class LimitObserver(LeaseObserver):
 
     def returned(self, lease: LeaseRecord, event: Returned, now: float) -> None:
         used_tokens: float | None = None
-        if event.usage is not None:
-            used_tokens = event.usage.output_tokens
-            if not lease.request.continued:
-                used_tokens += event.usage.prompt_tokens
-        elif event.verdict is Verdict.SERVED:
-            # Without usage from the engine, the expected tokens are counted.
-            used_tokens = expected(lease.request)
+        if (charged := charged_usage(lease.request, event.verdict, event.usage)) is not None:
+            used_tokens = charged.output_tokens + (0 if lease.request.continued else charged.prompt_tokens)
         if decode_follows(lease, event):
             self._limits.begin_between_stages(lease.request)
         else:

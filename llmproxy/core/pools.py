@@ -165,6 +165,7 @@ class Pools:
         self._limits.reconfigure({}, now)
         self._limits.reconfigure(self._split_usage_limits(), now)
         self._limits.rates.restore(debts, now)
+        self.days.split(divisor)
         for backend in self.backends.values():
             backend.limit_divisor = divisor
 

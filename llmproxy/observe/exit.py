@@ -34,6 +34,7 @@ class RequestExit(Routing, kw_only=True, omit_defaults=True):
     unknown_model: str | None = None  # Beginning of a name that the catalogue does not know; never a label.
     target: str | None = None  # Base model or adapter behind an alias; None if `model` is no alias.
     adapter: str | None = None  # None for a base model.
+    served_as: str | None = None  # The name whose usage limit counts it too; None if it is `model`.
     tenant: str = ""  # "" without a tenant.
     key: str | None = None  # The name of the key.
     client: str | None = None

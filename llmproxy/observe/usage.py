@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta
+from functools import lru_cache
+from hashlib import sha256
 from pathlib import Path
 from zoneinfo import ZoneInfo
 
 import msgspec
 import structlog
 
-from llmproxy.config import model_limit, tenant_limit
+from llmproxy.config import hash_of, model_limit, tenant_limit
 from llmproxy.core.queueing.day_budgets import DayBudgets
 from llmproxy.core.queueing.rate_limits import REQUESTS, TOKENS
 from llmproxy.observe.exit import UNKNOWN_MODEL, RequestExit
@@ -31,6 +34,7 @@ OTHERS_S = 5.0
 ENTRIES_MAX = 100_000
 """The most combinations of tenant, key and model of a day. Further ones count under `UNKNOWN_MODEL`."""
 FILE_BYTES_MAX = 64 << 20
+PLAIN_KEY = re.compile(r"api_keys\[(\d+)\]")
 Who = tuple[str, str]
 """(Tenant, name of the key)."""
 
@@ -38,32 +42,38 @@ _log = structlog.get_logger()
 
 
 class Used(msgspec.Struct, omit_defaults=True):
-    """The use of a model, or of all models together. Tokens are the engines' counts."""
+    """The use of a model, or of all models together. Tokens are the engines' counts, and estimates without these."""
 
     requests: int = 0
     prompt_tokens: int = 0
     # A part of the prompt tokens.
     cached_tokens: int = 0
     output_tokens: int = 0
+    # A part of the prompt and output tokens.
+    estimated_tokens: int = 0
 
     def add(self, other: Used) -> None:
         self.requests += other.requests
         self.prompt_tokens += other.prompt_tokens
         self.cached_tokens += other.cached_tokens
         self.output_tokens += other.output_tokens
+        self.estimated_tokens += other.estimated_tokens
 
     @property
     def tokens(self) -> int:
         return self.prompt_tokens + self.output_tokens
 
 
-class Line(msgspec.Struct):
+class Line(msgspec.Struct, omit_defaults=True):
     """A line of a file: the use of a tenant by one key on one day."""
 
     day: str
     tenant: str
     key: str
+    # By the names that clients requested.
     models: dict[str, Used]
+    # The part under other names than these: by the models behind aliases, and the base models of adapters.
+    served_as: dict[str, Used] = {}
 
 
 _DECODER = msgspec.json.Decoder(Line)
@@ -77,10 +87,19 @@ class Usage:
         process: Part of the file's name that no other process has.
         zone: Time zone of the days.
         clock: Returns the Unix time.
+        plain_keys: Returns the keys of `api_keys`, or their hashes.
     """
 
-    def __init__(self, folder: Path | None, process: str, zone: ZoneInfo, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        folder: Path | None,
+        process: str,
+        zone: ZoneInfo,
+        clock: Callable[[], float],
+        plain_keys: Callable[[], Sequence[str]] = tuple,
+    ) -> None:
         self._folder, self._process, self._zone, self._clock = folder, process, zone, clock
+        self._plain_keys = plain_keys
         self.zone = zone.key
         self._today = self.today()
         self._day_ends_s = clock() + self.day_left_s()
@@ -110,17 +129,30 @@ class Usage:
         if self._clock() >= self._day_ends_s:
             self._end_day()
         last = ended.last
-        used = Used(1, last.prompt_tokens or 0, last.cached_tokens or 0, last.output_tokens or 0)
-        line = self._lines.get((ended.tenant, ended.key or ""))
+        if last.prompt_tokens is not None and not last.estimated_output_tokens:
+            used = Used(1, last.prompt_tokens, last.cached_tokens or 0, last.output_tokens or 0)
+        else:
+            used = _partly_estimated(ended)
+        key = ended.key or ""
+        if key and not ended.tenant:
+            key = self.lasting(key)
+        line = self._lines.get((ended.tenant, key))
         if line is None:
-            line = Line(self._today, ended.tenant, ended.key or "", {})
+            line = Line(self._today, ended.tenant, key, {})
             self._lines[line.tenant, line.key] = line
         model = ended.model if ended.model in line.models or self._entries < ENTRIES_MAX else UNKNOWN_MODEL
         if model not in line.models:
             line.models[model] = Used()
             self._entries += 1
         line.models[model].add(used)
+        if ended.served_as is not None:
+            line.served_as.setdefault(ended.served_as, Used()).add(used)
         self._unwritten.add(self._today)
+
+    def lasting(self, key: str) -> str:
+        """Returns the name in files of a key in `api_keys`, which another configuration may have at another place."""
+        keys, place = self._plain_keys(), PLAIN_KEY.fullmatch(key)
+        return _lasting(keys[int(place[1])]) if place is not None and int(place[1]) < len(keys) else key
 
     def _end_day(self) -> None:
         today = self.today()
@@ -153,14 +185,24 @@ class Usage:
             return
         self._others_s = now
         others = {}
-        for path in self._folder.glob(f"{self.today()[:7]}-??.*.jsonl"):
+        try:
+            paths = list(self._folder.glob(f"{self.today()[:7]}-??.*.jsonl"))
+        except OSError as error:
+            self._warn("read", self._folder, error)
+            return
+        for path in paths:
             if path == self._path(path.name[: len(self._today)]):
                 continue
+            known = self._others.get(path)
             try:
                 changed_ns = path.stat().st_mtime_ns
-                known = self._others.get(path)
                 others[path] = known if known is not None and known[0] == changed_ns else (changed_ns, _read(path))
+            except FileNotFoundError:
+                continue
             except (OSError, ValueError) as error:
+                # A network file system may be away for a moment.
+                if known is not None:
+                    others[path] = known
                 self._warn("read", path, error)
         self._others = others
 
@@ -230,6 +272,25 @@ class Usage:
             _log.warning(f"usage_not_{what}", path=str(path), why=why)
 
 
+def _partly_estimated(ended: RequestExit) -> Used:
+    """Returns the use of a request whose last engine counted nothing, or not all."""
+    used = Used(1)
+    for one in ended.tried if ended.last.prompt_tokens is None else (ended.last,):
+        if one.prefilled:
+            # The decode stage counts the prompt too.
+            continue
+        used.prompt_tokens += (one.prompt_tokens or 0) + one.estimated_prompt_tokens
+        used.cached_tokens += one.cached_tokens or 0
+        used.output_tokens += (one.output_tokens or 0) + one.estimated_output_tokens
+        used.estimated_tokens += one.estimated_prompt_tokens + one.estimated_output_tokens
+    return used
+
+
+@lru_cache
+def _lasting(key: str) -> str:
+    return f"api_keys:{sha256(hash_of(key).encode()).hexdigest()[:12]}"
+
+
 def _encoded(lines: Iterable[Line]) -> bytes:
     return b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
 
@@ -266,7 +327,8 @@ def of_limits(lines: Iterable[Line]) -> dict[str, Used]:
     """Returns the use by the names of usage limits."""
     found: dict[str, Used] = {}
     for line in lines:
-        for model, used in line.models.items():
-            for name in (model_limit(model), *([tenant_limit(line.tenant)] if line.tenant else [])):
-                found.setdefault(name, Used()).add(used)
+        for model, used in (*line.models.items(), *line.served_as.items()):
+            found.setdefault(model_limit(model), Used()).add(used)
+        if line.tenant:
+            found.setdefault(tenant_limit(line.tenant), Used()).add(total([line]))
     return found

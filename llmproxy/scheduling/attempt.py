@@ -91,6 +91,9 @@ class Attempt(Struct, kw_only=True, omit_defaults=True):
     prompt_tokens: int | None = None  # The counts of the engine, None if it reported none.
     cached_tokens: int | None = None
     output_tokens: int | None = None
+    # Tokens that count beyond these, because the engine reported none or not all.
+    estimated_prompt_tokens: int = 0
+    estimated_output_tokens: int = 0
 
     @classmethod
     def begun(cls, grant: Grant, queued_s: float) -> Attempt:

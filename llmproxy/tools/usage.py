@@ -11,7 +11,7 @@ from llmproxy.gateway.http.routes import USAGE
 from llmproxy.tools.terminal import console, printable
 from llmproxy.tools.top.ask import AskError, ProxyAddress, asking
 
-COLUMNS = ("requests", "prompt_tokens", "cached_tokens", "output_tokens")
+COLUMNS = ("requests", "prompt_tokens", "cached_tokens", "output_tokens", "estimated_tokens")
 
 
 async def usage(target: ProxyAddress, *, as_json: bool) -> None:

@@ -333,6 +333,6 @@ def test_split_rate_recovers_in_the_same_time(before: int, after: int, taken: in
 
 
 def test_limits_are_split_into_parts() -> None:
-    whole = UsageLimit(in_flight=2, requests_per_min=60.0, tokens_per_min=900.0)
-    assert whole.split(3) == UsageLimit(in_flight=1, requests_per_min=20.0, tokens_per_min=300.0)
+    whole = UsageLimit(in_flight=2, requests_per_min=60.0, tokens_per_min=900.0, tokens_per_day=9.0)
+    assert whole.split(3) == UsageLimit(in_flight=1, requests_per_min=20.0, tokens_per_min=300.0, tokens_per_day=9.0)
     assert UsageLimit().split(3) == UsageLimit()

@@ -268,6 +268,7 @@ async def serving(
     wait: bool = True,
     file: Path | None = None,
     state: StateFile | None = None,
+    usage_folder: Path | None = None,
     roles: Mapping[str, str] = MappingProxyType({}),
     **config: Any,
 ) -> AsyncIterator[ProxyUnderTest]:
@@ -275,7 +276,7 @@ async def serving(
 
     `fixed_limit` is every backend's `max_in_flight`. `extra` are URLs of further backends. With `wait`, every backend
     was read when the block is entered. With a `file`, the configuration is in it and can be read again. `state` keeps
-    learned numbers. `roles` are by backend.
+    learned numbers, `usage_folder` the use of tenants. `roles` are by backend.
     """
     async with nothing_left(), AsyncExitStack() as stack:
         replicas = [await stack.enter_async_context(Replica(o)) for o in options]
@@ -287,7 +288,9 @@ async def serving(
         ]
         config_data = merged_with(QUICK | {"backends": backends}, config)
         reread = _written(file, config_data) if file is not None else None
-        app = await stack.enter_async_context(running(Config.model_validate(config_data), reread, state=state))
+        app = await stack.enter_async_context(
+            running(Config.model_validate(config_data), reread, state=state, usage_folder=usage_folder)
+        )
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
         proxy = ProxyUnderTest(app, replicas, http, config_data)
         if wait:

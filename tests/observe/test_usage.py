@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from datetime import datetime
 from pathlib import Path
 from zoneinfo import ZoneInfo
@@ -50,6 +51,14 @@ async def written(usage: Usage) -> None:
     await asyncio.sleep(0)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+def uncounted(*estimated: tuple[int, int]) -> RequestExit:
+    """Returns the record of a request whose engines counted nothing."""
+    tried = [Attempt(estimated_prompt_tokens=prompt, estimated_output_tokens=output) for prompt, output in estimated]
+    return RequestExit(
+        request_id="r", method="POST", path="/v1/completions", model="m", tenant="acme", tried=tried, attempts=1
+    )
 
 
 def of(usage: Usage, tenant: str = "acme") -> Used:
@@ -126,6 +135,51 @@ async def test_a_file_that_is_cut_loses_only_its_last_line(tmp_path: Path) -> No
         assert of(ledger(tmp_path, clock, "two")).requests == 1
 
 
+def test_estimates_count_and_are_marked() -> None:
+    usage = ledger(None, Clock("2026-11-28T10:00"))
+    usage.record(uncounted((7, 3), (0, 2)))
+    assert of(usage) == Used(1, 7, 0, 5, 12)
+    # The counts of the engine that wrote the rest of a stream are of the whole answer.
+    counted = uncounted((7, 3), (0, 0))
+    counted.last.prompt_tokens, counted.last.output_tokens = 6, 9
+    usage.record(counted)
+    assert of(usage) == Used(2, 13, 0, 14, 12)
+
+
+@pytest.mark.parametrize("what", ["stat", "glob"])
+async def test_files_that_cannot_be_read_for_a_moment_keep_their_sums(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    clock = Clock("2026-11-28T10:00")
+    first, second = ledger(tmp_path, clock, "one"), ledger(tmp_path, clock, "two")
+    first.record(ended())
+    await written(first)
+    assert of(second).requests == 1
+
+    def stale(*_: object, **__: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    clock.now_s += 60.0
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, what, stale)
+        assert of(second).requests == 1
+    clock.now_s += 60.0
+    files(tmp_path)[0].unlink()
+    assert of(second).requests == 0
+
+
+def test_a_plain_key_has_no_use_of_an_earlier_one_at_its_place() -> None:
+    keys = ["key-one", "key-two"]
+    usage = Usage(None, "one", BERLIN, Clock("2026-11-28T10:00"), lambda: keys)
+    record = ended("")
+    record.key = "api_keys[1]"
+    usage.record(record)
+    del keys[0]
+    (line,) = usage.of_tenant("")
+    assert line.key == usage.lasting("api_keys[0]") != usage.lasting("api_keys[1]") == "api_keys[1]"
+    assert "key-two" not in line.key
+
+
 async def test_a_full_disk_loses_nothing_when_there_is_room_again(tmp_path: Path) -> None:
     folder, clock = tmp_path / "usage", Clock("2026-11-28T23:59")
     folder.write_text("no folder")
@@ -161,6 +215,20 @@ async def test_budgets_begin_with_the_use_of_the_day(tmp_path: Path) -> None:
     now = asyncio.get_running_loop().time()
     assert days.left("tenant:acme", now) == (None, 40.0)
     assert days.left("model:m", now) == (2.0, None)
+
+
+async def test_the_budget_of_a_model_counts_its_aliases_after_a_restart(tmp_path: Path) -> None:
+    clock = Clock("2026-11-28T10:00")
+    usage = ledger(tmp_path, clock)
+    record = ended(model="alias", tokens=59)
+    record.served_as = "m"
+    usage.record(record)
+    assert of(usage) == Used(1, 59, 29, 1)
+    await written(usage)
+    days = DayBudgets({name: UsageLimit(tokens_per_day=100) for name in ("model:alias", "model:m", "tenant:acme")})
+    await ledger(tmp_path, clock, "two").begin_day(days)
+    now = asyncio.get_running_loop().time()
+    assert {days.left(name, now) for name in ("model:alias", "model:m", "tenant:acme")} == {(None, 40.0)}
 
 
 async def test_a_clock_that_is_set_back_loads_no_use_of_the_day_before(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Budgets of requests and tokens per calendar day.
 
-Requests in flight reserve their expected tokens, so that a budget is not overrun by requests that started together.
-The real tokens count on the day on which the request ends.
+Open requests reserve themselves and their expected tokens, so that a budget is not overrun by requests that started
+together. A request counts on the day of its end, if it reached a backend, and so do its real tokens.
 """
 
 from __future__ import annotations
@@ -9,11 +9,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import inf
 
+from msgspec import Struct
+
 from llmproxy.core.domain import Outcome, Refused, Request
 from llmproxy.core.queueing.rate_limits import REQUESTS, TOKENS, RateName, expected, in_words
 from llmproxy.core.settings import UsageLimit
 
 DAY_S = 86_400.0
+
+
+class _Open(Struct, eq=False):
+    """A request that has not ended."""
+
+    names: tuple[str, ...]  # Its limits.
+    tokens: float  # Its expected tokens.
+    reached: bool = False  # A backend had it.
 
 
 class DayBudgets:
@@ -25,9 +35,11 @@ class DayBudgets:
     def __init__(self, limits: Mapping[str, UsageLimit]) -> None:
         self._limits = _daily(limits)
         self._used: dict[RateName, float] = {}
-        # Request in flight -> (its limits, its expected tokens), and the sum of these tokens for each limit.
-        self._requests: dict[str, tuple[tuple[str, ...], float]] = {}
-        self._reserved: dict[str, float] = {}
+        # Open requests by their ids, and the sums that they reserve.
+        self._requests: dict[str, _Open] = {}
+        self._reserved: dict[RateName, float] = {}
+        # The number of processes that share the rest of each budget from the time when `_shared` was used.
+        self._parts, self._shared = 1, dict[RateName, float]()
         self._day, self._ends_s = "", inf
         # Whether the day ended before `begin` named the next one.
         self._unnamed = False
@@ -35,6 +47,13 @@ class DayBudgets:
     def reconfigure(self, limits: Mapping[str, UsageLimit]) -> None:
         """Applies new limits. The use of the day still counts."""
         self._limits = _daily(limits)
+
+    def split(self, parts: int) -> None:
+        """Divides the rest of each budget by `parts`, because that many processes now count independently.
+
+        Each call of `restore` divides again, by what all processes have used by then.
+        """
+        self._parts, self._shared = parts, dict(self._used)
 
     def begin(self, day: str, ends_s: float, now: float) -> bool:
         """Begins a day, or corrects the end of the current one. Returns False for a day that sorts before the current
@@ -47,80 +66,100 @@ class DayBudgets:
         if day < self._day:
             return False
         if day > self._day and self._day and not self._unnamed:
-            self._used.clear()
+            self._clear()
         self._day, self._ends_s, self._unnamed = day, ends_s, False
         self._roll(now)
         return True
 
     def _roll(self, now: float) -> None:
         while now >= self._ends_s:
-            self._used.clear()
+            self._clear()
             self._ends_s += DAY_S
             self._unnamed = True
+
+    def _clear(self) -> None:
+        self._used.clear()
+        self._shared.clear()
 
     def restore(self, used: Mapping[RateName, float]) -> None:
         """Takes over the use of the current day. The larger number counts."""
         for name, amount in used.items():
             self._used[name] = max(amount, self._used.get(name, 0.0))
+        self._shared = dict(self._used)
 
     def admit(self, request: Request, now: float) -> None:
         """Reserves a request and its expected tokens. Raises Refused (`rate_limited`) if a budget has no room for them.
 
         Reserves a request only once, because a caller that lost the reply calls again.
         """
-        if request.id in self._requests:
+        if request.id in self._requests or not self._daily_of(request):
             return
-        names = tuple(name for name in request.limits if name in self._limits)
-        if not names:
-            return
-        self._roll(now)
         tokens = expected(request)
-        for name in names:
+        for name in self._daily_of(request):
+            limit = self._limits[name]
             requests_left, tokens_left = self.left(name, now)
             if requests_left is not None and requests_left < 1.0:
-                raise self._used_up(name, REQUESTS, self._limits[name].requests_per_day, now)
-            per_day = self._limits[name].tokens_per_day
+                raise self._used_up(name, REQUESTS, limit.requests_per_day, now)
+            per_day = limit.tokens_per_day
             # A request that is larger than the whole budget needs a day of its own, as with a rate.
-            if tokens_left is not None and per_day is not None and tokens_left < min(tokens, per_day):
+            if tokens_left is not None and per_day is not None and tokens_left < min(tokens, per_day / self._parts):
                 raise self._used_up(name, TOKENS, per_day, now, tokens_left, tokens)
-        self._requests[request.id] = names, tokens
-        self._reserve(names, tokens)
-        for name in names:
-            self._take(name, REQUESTS, 1.0)
+        self._open(request, tokens)
+
+    def _daily_of(self, request: Request) -> tuple[str, ...]:
+        return tuple(name for name in request.limits if name in self._limits)
+
+    def _open(self, request: Request, tokens: float) -> _Open:
+        one = self._requests[request.id] = _Open(self._daily_of(request), tokens)
+        self._reserve(one.names, REQUESTS, 1.0)
+        self._reserve(one.names, TOKENS, tokens)
+        return one
+
+    def booked(self, request: Request) -> None:
+        """Notes that a request has reached a backend, also if another process admitted it."""
+        if self._daily_of(request):
+            one = self._requests.get(request.id) or self._open(request, 0.0)
+            one.reached = True
 
     def used(self, request: Request, tokens: float, now: float) -> None:
-        """Counts the real tokens of an attempt, also of a request that another process admitted."""
+        """Counts the real tokens of an attempt."""
         self._roll(now)
-        if request.id in self._requests:
-            names, expected_tokens = self._requests[request.id]
-            self._requests[request.id] = names, 0.0
-            self._reserve(names, -expected_tokens)
-        for name in request.limits:
-            if name in self._limits:
-                self._take(name, TOKENS, tokens)
+        if (one := self._requests.get(request.id)) is not None:
+            self._reserve(one.names, TOKENS, -one.tokens)
+            one.tokens = 0.0
+        for name in self._daily_of(request):
+            self._take(name, TOKENS, tokens)
 
-    def ended(self, request: Request) -> None:
-        """Gives back the expected tokens of an ended request."""
-        names, tokens = self._requests.pop(request.id, ((), 0.0))
-        self._reserve(names, -tokens)
+    def ended(self, request: Request, now: float) -> None:
+        """Counts an ended request if it reached a backend, and gives back its expected tokens."""
+        one = self._requests.pop(request.id, None)
+        if one is None:
+            return
+        self._roll(now)
+        self._reserve(one.names, REQUESTS, -1.0)
+        self._reserve(one.names, TOKENS, -one.tokens)
+        for name in one.names if one.reached else ():
+            self._take(name, REQUESTS, 1.0)
 
     def left(self, name: str, now: float) -> tuple[float | None, float | None]:
         """Returns the remaining (requests, tokens) of a limit on this day; None without such a budget."""
         self._roll(now)
-        limit = self._limits.get(name)
-        if limit is None:
-            return None, None
-        tokens = self._used.get((name, TOKENS), 0.0) + self._reserved.get(name, 0.0)
-        requests = _left(limit.requests_per_day, self._used.get((name, REQUESTS), 0.0))
-        return requests, _left(limit.tokens_per_day, tokens)
+        limit = self._limits.get(name, UsageLimit())
+        return self._left((name, REQUESTS), limit.requests_per_day), self._left((name, TOKENS), limit.tokens_per_day)
 
-    def _reserve(self, names: tuple[str, ...], tokens: float) -> None:
+    def _left(self, name: RateName, per_day: float | None) -> float | None:
+        if per_day is None:
+            return None
+        shared, used = self._shared.get(name, 0.0), self._used.get(name, 0.0)
+        return max(0.0, (per_day - shared) / self._parts - (used - shared) - self._reserved.get(name, 0.0))
+
+    def _reserve(self, names: tuple[str, ...], kind: str, amount: float) -> None:
         for name in names:
-            left = self._reserved.get(name, 0.0) + tokens
+            left = self._reserved.get((name, kind), 0.0) + amount
             if left > 0.0:
-                self._reserved[name] = left
+                self._reserved[name, kind] = left
             else:
-                self._reserved.pop(name, None)
+                self._reserved.pop((name, kind), None)
 
     def _take(self, name: str, kind: str, amount: float) -> None:
         self._used[name, kind] = self._used.get((name, kind), 0.0) + amount
@@ -132,10 +171,6 @@ class DayBudgets:
         rest = f" has {left:,.0f} left, and this request may need {needed:,.0f}" if left > 0.0 else " is used up"
         message = f"The limit of {per_day:,.0f} {kind} per day of {in_words(name)}{rest}. A new day begins"
         return Refused(Outcome.RATE_LIMITED, f"{message} in {_in_hours(wait_s)}.", wait_s)
-
-
-def _left(per_day: float | None, used: float) -> float | None:
-    return None if per_day is None else max(0.0, per_day - used)
 
 
 def _daily(limits: Mapping[str, UsageLimit]) -> dict[str, UsageLimit]:

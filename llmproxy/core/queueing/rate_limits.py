@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from llmproxy.core.domain import Outcome, Refused, Request
+from llmproxy.core.domain import Outcome, Refused, Request, Usage, Verdict
 from llmproxy.core.settings import UsageLimit
 from llmproxy.core.token_bucket import TokenBucket
 
@@ -129,6 +129,13 @@ def limit_rates(limits: Mapping[str, UsageLimit], names: Iterable[str]) -> Itera
 def expected(request: Request) -> float:
     """Returns the expected tokens of prompt and answer; for the rest of a stream, of the answer alone."""
     return float(request.output_tokens + (0 if request.continued else request.prompt_tokens))
+
+
+def charged_usage(request: Request, verdict: Verdict, usage: Usage | None) -> Usage | None:
+    """Returns the tokens that an attempt used; without a usage, the expected tokens of a served one."""
+    if usage is None and verdict is Verdict.SERVED:
+        return Usage(request.prompt_tokens, request.output_tokens)
+    return usage
 
 
 def amount(kind: str, tokens: float) -> float:

@@ -79,6 +79,7 @@ class UsageLimits:
         if self._between.pop(request.id, None) is not None:
             # The decode stage: the request has been in flight since its prefill stage.
             return
+        self.days.booked(request)
         for name in request.limits:
             # A limit may be removed while the request waits, and added again while the request is in flight.
             self._uses.setdefault(name, _Use(None)).in_flight += 1
@@ -108,7 +109,7 @@ class UsageLimits:
         """Refunds expected tokens that an ended request did not use."""
         self.end_between_stages(request.id)
         self.rates.ended(request, now)
-        self.days.ended(request)
+        self.days.ended(request, now)
 
     def in_flight(self) -> dict[str, int]:
         return {name: use.in_flight for name, use in self._uses.items()}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from aiohttp import web
+from msgspec.structs import replace
 
 from llmproxy.config import TenantConfig, tenant_limit
 from llmproxy.core.pools import Pools
@@ -34,7 +35,10 @@ class UsagePage:
     async def show(self, tenant: Tenant) -> web.Response:
         """Returns the use of a tenant. A client with a plain key, which has no tenant, sees the use of its key."""
         await asyncio.to_thread(self._usage.read_others)
-        lines = [line for line in self._usage.of_tenant(tenant.name) if tenant.name or line.key == (tenant.key or "")]
+        lines = list(self._usage.of_tenant(tenant.name))
+        if not tenant.name and tenant.key:
+            own = self._usage.lasting(tenant.key)
+            lines = [replace(line, key=tenant.key) for line in lines if line.key == own]
         today = self._usage.today()
         return page_response(
             {

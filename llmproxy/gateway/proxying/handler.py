@@ -222,6 +222,7 @@ class RequestHandler:
         target = context.target = await self._target(context, parsed.model)
         sent = target.adapter or target.model
         record.model, record.target = target.requested, sent if sent != target.requested else None
+        record.served_as = target.model if target.model != target.requested else None
         if rules.request_limits is not None:
             parsed = context.parsed = rules.request_limits.apply(
                 context.route, parsed, tenant.name, target, self._estimator

@@ -16,6 +16,7 @@ from llmproxy.config import TimeoutsConfig
 from llmproxy.core.domain import Outcome, Request, Stage, Usage, Verdict
 from llmproxy.core.estimates.tokens import believable
 from llmproxy.core.lease_events import Started
+from llmproxy.core.queueing.rate_limits import charged_usage
 from llmproxy.core.retry import Again, Cause
 from llmproxy.gateway.http.errors import error_event
 from llmproxy.gateway.http.headers import to_client
@@ -370,6 +371,7 @@ class Relay:
             lease.usage = usage
             if call.tap is not None and attempt.outcome is not Outcome.COMPLETED:
                 lease.usage = _so_far(usage, lease.grant.request, seen)
+                _estimate(attempt, lease, usage)
             return
         if reported is not None:
             attempt.detail += (
@@ -385,6 +387,7 @@ class Relay:
         elif attempt.committed and seen > lease.grant.request.output_tokens:
             # The answer has no usage, and more tokens came than estimated.
             lease.usage = Usage(lease.grant.request.prompt_tokens, seen)
+        _estimate(attempt, lease, Usage(0, 0))
 
 
 def fail_without_stream(attempt: Attempt) -> None:
@@ -416,6 +419,16 @@ def _so_far(reported: Usage, request: Request, seen: int) -> Usage:
     if request.sequences > 1:
         prompt_tokens = max(prompt_tokens, request.prompt_tokens)
     return Usage(prompt_tokens, max(reported.output_tokens, seen), reported.cached_tokens)
+
+
+def _estimate(attempt: Attempt, lease: Lease, counted: Usage) -> None:
+    """Sets the tokens of an attempt that its limits count beyond the counts of the engine."""
+    request = lease.grant.request
+    charged = charged_usage(request, lease.verdict, lease.usage)
+    if charged is not None:
+        if not request.continued:
+            attempt.estimated_prompt_tokens = max(0, charged.prompt_tokens - counted.prompt_tokens)
+        attempt.estimated_output_tokens = max(0, charged.output_tokens - counted.output_tokens)
 
 
 async def end_broken(call: Call, attempt: Attempt, client: ResponseWriter, stall_s: float) -> None:

@@ -42,7 +42,7 @@ def test_requests_in_flight_reserve_their_expected_tokens() -> None:
     assert days.left(TENANT, 0.0) == (None, 50.0)
     assert "has 50 left, and this request may need 100" in refused(days, theirs(id="c"), 0.0).message
     days.used(theirs(id="a"), 30.0, 1.0)
-    days.ended(theirs(id="a"))
+    days.ended(theirs(id="a"), 1.0)
     days.admit(theirs(id="c"), 1.0)
     assert days.left(TENANT, 1.0) == (None, 20.0)
 
@@ -51,9 +51,42 @@ def test_a_request_that_used_nothing_gives_its_tokens_back() -> None:
     days = budgets(tokens_per_day=100)
     days.admit(theirs(id="a"), 0.0)
     days.admit(theirs(id="a"), 0.0)
-    days.ended(theirs(id="a"))
-    days.ended(theirs(id="a"))
+    days.ended(theirs(id="a"), 1.0)
+    days.ended(theirs(id="a"), 1.0)
     assert days.left(TENANT, 0.0) == (None, 100.0)
+
+
+@pytest.mark.parametrize("booked", [0, 1, 2])
+def test_a_request_counts_if_it_reached_a_backend(booked: int) -> None:
+    days = budgets(requests_per_day=2)
+    days.admit(theirs(id="a"), 0.0)
+    for _ in range(booked):
+        days.booked(theirs(id="a"))
+    assert days.left(TENANT, 0.0) == (1.0, None)
+    days.ended(theirs(id="a"), 0.0)
+    assert days.left(TENANT, 0.0) == (1.0 if booked else 2.0, None)
+
+
+def test_a_request_that_another_process_admitted_counts() -> None:
+    days = budgets(requests_per_day=2)
+    days.booked(theirs(id="a"))
+    days.ended(theirs(id="a"), 0.0)
+    assert days.left(TENANT, 0.0) == (1.0, None)
+
+
+def test_processes_that_count_alone_share_what_is_left() -> None:
+    days = budgets(tokens_per_day=1_000)
+    days.restore({(TENANT, TOKENS): 400.0})
+    days.split(3)
+    assert days.left(TENANT, 0.0) == (None, 200.0)
+    days.used(theirs(id="a"), 50.0, 0.0)
+    assert days.left(TENANT, 0.0) == (None, 150.0)
+    # The others used 100 of their parts.
+    days.restore({(TENANT, TOKENS): 550.0})
+    assert days.left(TENANT, 0.0) == (None, 150.0)
+    assert days.left(TENANT, MIDNIGHT_S) == (None, pytest.approx(1_000 / 3))
+    days.split(1)
+    assert days.left(TENANT, MIDNIGHT_S) == (None, 1_000.0)
 
 
 def test_the_refusal_says_when_the_day_ends() -> None:
@@ -72,9 +105,11 @@ def test_the_budget_is_whole_at_midnight_and_not_before() -> None:
     refused(days, theirs(id="b"), MIDNIGHT_S - 0.001)
     # Its expected tokens are reserved over midnight, and its real ones count on the day of its end.
     refused(days, theirs(id="b"), MIDNIGHT_S)
+    days.booked(theirs(id="a"))
     days.used(theirs(id="a"), 90.0, MIDNIGHT_S + 1.0)
-    days.ended(theirs(id="a"))
-    assert days.left(TENANT, MIDNIGHT_S + 1.0) == (1.0, 10.0)
+    assert days.left(TENANT, MIDNIGHT_S + 1.0) == (0.0, 10.0)
+    days.ended(theirs(id="a"), MIDNIGHT_S + 1.0)
+    assert days.left(TENANT, MIDNIGHT_S + 1.0) == (0.0, 10.0)
 
 
 def test_a_day_is_named_late_or_twice() -> None:
@@ -129,7 +164,7 @@ def test_admitted_requests_never_expect_more_than_the_budget(walk: list[tuple[in
         if ends and in_flight:
             gone = in_flight.pop(0)
             days.used(gone, real, 0.0)
-            days.ended(gone)
+            days.ended(gone, 0.0)
             used += real
     assert days.left(TENANT, 0.0) == (None, max(0.0, 200.0 - used - sum(map(expected, in_flight))))
 

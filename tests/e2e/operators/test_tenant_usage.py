@@ -14,7 +14,7 @@ import pytest
 from llmproxy.config import hash_of
 from llmproxy.lab.simulator.replica import Replica
 from tests.e2e.processes import served
-from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, serving
+from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, one_seat, serving
 
 ACME = {"authorization": "Bearer acme-1"}
 SECOND = {"authorization": "Bearer acme-2"}
@@ -59,6 +59,48 @@ async def test_a_used_up_day_is_refused_with_its_end() -> None:
         )
         assert 0 < int(refused.headers["retry-after"]) <= 86_400
         assert (await proxy.chat(headers=OTHER)).status == 200
+
+
+@pytest.mark.parametrize("reads", [True, False])
+async def test_a_stream_without_usage_counts_as_in_the_budget(reads: bool) -> None:
+    async with (
+        Replica(FAST) as replica,
+        serving(backends=[{"url": replica.url, "ask_usage": False}], tenants=tenants(tokens_per_day=100_000)) as proxy,
+    ):
+        if reads:
+            assert (await proxy.chat(STREAM, headers=ACME)).status == 200
+        else:
+            async with proxy.stream(**ACME) as stream:
+                await stream.content.readany()
+            await proxy.settled()
+        page = (await proxy.get("/v1/usage", headers=ACME)).json
+        today = page["today"]
+        assert today["estimated_tokens"] == today["prompt_tokens"] + today["output_tokens"] > 0
+        assert page["limits"]["tokens_per_day_left"] == 100_000 - today["estimated_tokens"]
+
+
+async def test_a_request_that_reached_no_backend_costs_none() -> None:
+    async with one_seat(headers=ACME, tenants=tenants(requests_per_day=2)) as (proxy, _):
+        for _ in range(3):
+            refused = await proxy.chat(headers=ACME | {"x-llm-d-inference-ttl": "10ms"})
+            assert "per day" not in refused.json["error"]["message"]
+        page = (await proxy.get("/v1/usage", headers=ACME)).json
+        assert page["limits"]["requests_per_day_left"] == 1
+
+
+def of_another_process(folder: Path) -> None:
+    """Renames the files of this process."""
+    for file in folder.iterdir():
+        file.rename(folder / f"{file.name[:10]}.another-process.jsonl")
+
+
+async def test_a_budget_counts_aliases_also_after_a_restart(tmp_path: Path) -> None:
+    models = [{"name": "base", "limits": {"requests_per_day": 3}}, {"name": "alias", "target": "base"}]
+    for statuses in ([200, 200], [200, 429]):
+        of_another_process(tmp_path)
+        async with serving(FAST, usage_folder=tmp_path, models=models) as proxy:
+            body = HELLO | {"model": "alias"}
+            assert [(await proxy.chat(body)).status for _ in statuses] == statuses
 
 
 @pytest.mark.slow
