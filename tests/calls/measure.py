@@ -147,7 +147,8 @@ class Client:
             await peer.send(ANSWER)
             return
         await peer.send(STREAM_HEAD)
-        for event in [*[EVENT % DELTA] * (1 + self._chunks), EVENT % (b'"choices":[],' + USAGE) + b"data: [DONE]\n\n"]:
+        last = EVENT % DELTA.replace(b"null", b'"stop"') + EVENT % (b'"choices":[],' + USAGE) + b"data: [DONE]\n\n"
+        for event in [*[EVENT % DELTA] * (1 + self._chunks), last]:
             self._read.clear()
             await peer.send(chunk(event))
             await self._read.wait()

@@ -25,6 +25,8 @@ _DRAINING = b"cannot schedule new futures"
 ABORT = b'"abort"'
 ABORTED = re.compile(rb'"finish_reason"\s*:\s*"abort"')
 """The end of all answers of a vLLM that shuts down."""
+END_MARK = b"[DONE]"
+"""The end of a stream. Without a `finish_reason` before it, vLLM shuts down."""
 _NO_MODEL = re.compile(r"model.{0,300}?(?:does not exist|not found|is not (?:available|loaded|served))", re.I | re.S)
 _NOT_LETTERS = re.compile(r"[^a-z]+")
 # Only letters are compared, so that `BadRequestError`, `Bad Request` and `bad_request_error` are one word.
@@ -63,7 +65,7 @@ def event_cause(data: bytes, *, own_key: bool = True) -> Cause:
     """The cause of an error event in an answer with status 200. An unknown error counts as an error of the engine."""
     if _DEAD.search(data[:_BYTES_MAX]):
         return Cause.ENGINE_DEAD
-    if ABORTED.search(data):
+    if data == END_MARK or ABORTED.search(data):
         return Cause.DRAINING
     error = error_in(data) or {}
     for name in ("code", "status", "status_code"):

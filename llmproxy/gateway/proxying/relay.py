@@ -17,7 +17,7 @@ from llmproxy.core.domain import Outcome, Request, Stage, Usage, Verdict
 from llmproxy.core.estimates.tokens import believable
 from llmproxy.core.lease_events import Started
 from llmproxy.core.queueing.rate_limits import charged_usage
-from llmproxy.core.retry import Again, Cause
+from llmproxy.core.retry import Cause
 from llmproxy.gateway.http.errors import error_event
 from llmproxy.gateway.http.headers import to_client
 from llmproxy.gateway.http.routes import Dialect
@@ -311,7 +311,6 @@ class Relay:
             if call.holds and not tap.error_sent:
                 # Another backend may go on. Otherwise `end_broken` sends the error.
                 return
-            attempt.again = Again.NO
         else:
             attempt.complete()
         await relay.end()

@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from llmproxy.core.domain import Usage
-from llmproxy.gateway.proxying.error_words import ABORT, ABORTED, error_in
+from llmproxy.gateway.proxying.error_words import ABORT, ABORTED, END_MARK, error_in
 
 BUFFERED_BYTES_MAX = 1024 * 1024
 USAGE_TAIL_BYTES = 64 * 1024
@@ -30,6 +30,8 @@ _ERROR = re.compile(rb'\{\s*"(?:error"\s*:(?!\s*null\b)|(?:type|object)"\s*:\s*"
 _ERROR_BYTES_MAX = 64 * 1024
 _ERROR_MEMBER = b'"error"'
 _FINISH = re.compile(rb'"finish_reason"\s*:\s*"')
+_FINISH_MEMBER = b'"finish_reason"'
+_UNFINISHED = _FINISH_MEMBER + b":null"
 _SOME_CHOICE = re.compile(rb'"choices"\s*:\s*\[\s*\{')
 _MARK = re.compile(rb'["{}\[\]]')
 # A reversed string. A quote inside the string is followed by an odd number of backslashes there.
@@ -63,6 +65,7 @@ class StreamTap:
         "_holds",
         "_last",
         "_last_usage",
+        "_names_finish",
         "_partial",
         "_returns",
         "data_events",
@@ -100,6 +103,7 @@ class StreamTap:
         self._first_usage: dict[str, Any] = {}
         self._last = b""  # The last event that was relayed unread.
         self._last_usage: dict[str, Any] = {}
+        self._names_finish = False  # Whether an event had a finish reason, perhaps null.
         self._partial = bytearray()  # The incomplete event at the end.
         self._handed_bytes = 0  # How many bytes of `_partial` were returned already.
         self._returns = False  # Whether the stream has carriage returns.
@@ -129,7 +133,7 @@ class StreamTap:
             and data.startswith(_ORDINARY)
             and data.find(b"\n\n") == len(data) - 2
             and b'"usage"' not in data
-            and ABORT not in data
+            and _UNFINISHED in data
         ):
             self.data_events += 1
             self._last = data
@@ -215,10 +219,11 @@ class StreamTap:
             name, payload = event[6:at].strip() if at else b"", event[at + 5 :].strip()
         else:
             name, payload = named_data(event)
-        if not payload or payload == b"[DONE]":
-            if payload:
-                self.done_seen = True
-                self._note_end()
+        if not payload:
+            return False
+        if payload == END_MARK:
+            self._note_end()
+            self.done_seen = not self._ends_unfinished()
             return False
         # Some routers put an `id` before the error, or a choice beside it.
         error = (
@@ -228,13 +233,14 @@ class StreamTap:
             or (self._holds and ABORT in payload and ABORTED.search(payload) is not None)
         )
         if error:
-            self.error_seen = True
-            self.error = payload[:_ERROR_BYTES_MAX]
-            self.error_first = self.error_first or self.data_events == 0
+            self._note_error(payload[:_ERROR_BYTES_MAX])
+        self._names_finish = self._names_finish or _FINISH_MEMBER in payload
         self.finished = self.finished or (not error and _FINISH.search(payload) is not None)
         self.data_events += 1
         self.done_seen = self.done_seen or name in _LAST_EVENTS
         usage = _own_usage(payload, _HOLDERS) if _USAGE in payload else None
+        if usage and usage.get("completion_tokens") == 0 and _is_usage_event(payload):
+            self._ends_unfinished()
         if usage:
             self._last_usage = usage
             self._first_usage = self._first_usage or usage
@@ -243,9 +249,21 @@ class StreamTap:
             self.first_token_seen = True
         return hidden
 
+    def _ends_unfinished(self) -> bool:
+        """Notes an error if the stream ends without its finish, as a chat without a token of a vLLM that shuts down."""
+        unfinished = self._holds and self._names_finish and not (self.finished or self.error_seen)
+        if unfinished:
+            self._note_error(END_MARK)
+        return unfinished
+
+    def _note_error(self, payload: bytes) -> None:
+        self.error_seen, self.error = True, payload
+        self.error_first = self.error_first or self.data_events == 0
+
     def _note_end(self) -> None:
         """Look for an error or a finish in the last event, which was relayed unread. An error is always the last."""
         last, self._last = self._last[5:].strip(), b""
+        self._names_finish = self._names_finish or _FINISH_MEMBER in last
         self.finished = self.finished or _FINISH.search(last) is not None
         if _ERROR_MEMBER in last and error_in(last) is not None:
             self.error_seen, self.error_sent, self.error = True, True, last[:_ERROR_BYTES_MAX]

@@ -133,6 +133,9 @@ async def test_off_ends_the_stream_with_an_error() -> None:
 
 @pytest.mark.parametrize("continues", ["safe", "off"])
 @pytest.mark.parametrize(
+    ("fault", "outcome"), [("reset", Outcome.BROKEN_STREAM), ("stream_error", Outcome.UPSTREAM_STATUS)]
+)
+@pytest.mark.parametrize(
     ("kind", "body"),
     [
         ("messages", {"messages": [{"role": "user", "content": "Count, please"}], "max_tokens": TOKENS}),
@@ -140,16 +143,16 @@ async def test_off_ends_the_stream_with_an_error() -> None:
     ],
 )
 async def test_the_record_says_why_other_kinds_of_streams_end(
-    kind: str, body: dict[str, Any], continues: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, body: dict[str, Any], fault: str, outcome: Outcome, continues: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended: list[RequestExit] = []
     monkeypatch.setattr("llmproxy.gateway.proxying.handler.log_exit", ended.append)
     async with serving(NUMBERED, retry={"continue": continues}) as proxy:
-        proxy.replicas[0].faults.set("reset", after_bytes=2000)
+        proxy.replicas[0].faults.set(fault, after_tokens=8)
         async with proxy.stream(body | {"model": "base", "stream": True}, f"/v1/{kind}") as answer:
-            assert b"The stream broke" in await all_of(answer)
+            assert b"error" in await all_of(answer)
         await proxy.settled()
-        assert ended[0].outcome is Outcome.BROKEN_STREAM
+        assert ended[0].outcome is outcome
         why = f"answers of the kind `{kind}` are not continued"
         assert ended[0].not_continued == (None if continues == "off" else why)
 

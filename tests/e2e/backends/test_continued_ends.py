@@ -77,3 +77,33 @@ async def test_a_stream_without_any_event_is_asked_for_elsewhere() -> None:
     async with scripted(script) as first, scripted(script) as second, serving(extra=[first.url, second.url]) as proxy:
         found = Read((await proxy.chat(CHAT_BODY)).events)
         assert (found.text, found.done, found.errors, found.comments) == (TEXT, 1, [], [])
+
+
+ROLE_ALONE = [
+    events(BodyKind.CHAT)[0],
+    b'data: {"id":"first","choices":[],"usage":{"prompt_tokens":7,"total_tokens":7,"completion_tokens":0}}\n\n',
+    b"data: [DONE]\n\n",
+]
+"""vLLM that shuts down ends chats that have no token yet like this."""
+
+
+async def test_an_end_mark_without_a_finish_is_a_break() -> None:
+    streams = iter([ROLE_ALONE, events(BodyKind.CHAT)])
+
+    async def script(peer: Peer, _: bytes) -> None:
+        await peer.send(STREAM_HEAD + b"".join(map(chunk, next(streams))) + STREAM_END)
+
+    async with scripted(script) as first, scripted(script) as second, serving(extra=[first.url, second.url]) as proxy:
+        found = await read(proxy, CHAT, CHAT_BODY)
+        assert (found.text, found.done, found.ends, found.roles, found.errors) == (TEXT, 1, ["stop"], 1, [])
+        assert [usage["completion_tokens"] for usage in found.usage] == [len(PIECES)]
+        await proxy.settled()
+        assert proxy.metric("llmproxy_continued_streams_total", how="anew") == 1
+        assert proxy.metric("llmproxy_attempts_total", verdict="draining") == 1
+
+
+async def test_an_end_mark_without_a_finish_is_passed_on_if_there_is_no_other_replica() -> None:
+    async with serving_script(sends(ROLE_ALONE)) as (proxy, _):
+        assert (await proxy.chat(CHAT_BODY)).body == b"".join(ROLE_ALONE)
+        await proxy.settled()
+        assert proxy.outcomes() == {"upstream_status": 1}

@@ -143,9 +143,12 @@ class JoinedTap(StreamTap):
         return any(delta.values())
 
     def _remove_space(self, delta: dict[str, Any]) -> None:
-        """Removes white space that the client has got already."""
+        """Removes white space that the client has got already, and a space in its place."""
         name = "text" if "text" in delta else "content"
         text = delta.get(name) or ""
+        if self._space == self._rest.space and text[:1] == " " and self._space[0] != " ":
+            # Without the line breaks, the word that begins the next line follows a space.
+            text, self._space = text[1:], ""
         while text and self._space and text[0] == self._space[0]:
             text, self._space = text[1:], self._space[1:]
         if text:

@@ -85,6 +85,8 @@ async def _written(context: RequestContext, call: Call) -> tuple[ParsedBody, Sen
     assert asked is not None
     if call.tap is None:
         raise NotContinued("the answer is no event stream, or compressed")
+    if call.tap.error_sent:
+        raise NotContinued("the client has got the engine's error")
     if captured is None or captured.chunks is None:
         raise NotContinued("the answer is longer than the proxy keeps")
     sent = await reader.in_turns(read_sent(b"".join(captured.chunks)))

@@ -154,6 +154,8 @@ class ChatAnswer(_OpenAiAnswer):
         return [self._event(f'"choices":[{{"index":{i},{role}}}]', after) for i in range(self._generation.choices)]
 
     def delta(self, index: int, part: Choice, usage: AnswerUsage) -> list[bytes]:
+        if part.reason == "abort" and not usage.output_tokens:
+            return []
         finish = f'"{part.reason}","stop_reason":{_dump(part.stop)}' if part.reason else "null"
         choice = f'"index":{index},"delta":{{"content":{_dump(part.text)}}},"logprobs":null,"finish_reason":{finish}'
         choices = f'"choices":[{{{choice},"token_ids":{_dump(part.ids)}}}]'

@@ -28,7 +28,8 @@ def events(
     head = {"id": name, "object": "chunk", "created": len(name), "model": "tiny"}
     out = []
     if chat:
-        out.append(head | {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
+        role = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+        out.append(head | {"choices": [{"index": 0} | role]})
     for number in range(sent, last):
         text = PIECES[number]
         choice: dict[str, Any] = {"index": 0} | ({"delta": {"content": text}} if chat else {"text": text})
@@ -37,6 +38,9 @@ def events(
         if ids and not chat and number == sent:
             choice["prompt_token_ids"] = list(range(PROMPT_TOKENS + sent))
         out.append(head | {"choices": [choice]})
+    if sent >= last:
+        empty: dict[str, Any] = {"delta": {"content": ""}} if chat else {"text": ""}
+        out.append(head | {"choices": [{"index": 0, "finish_reason": "stop"} | empty]})
     if usage:
         tokens = {"prompt_tokens": PROMPT_TOKENS + sent, "completion_tokens": last - sent}
         out.append(head | {"choices": [], "usage": tokens | {"total_tokens": sum(tokens.values())}})

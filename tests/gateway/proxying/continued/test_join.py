@@ -213,8 +213,8 @@ def test_usage_is_sent_once() -> None:
     assert raw == MARK + b"data: [DONE]\n\n"
 
 
-def with_ids(text: str, ids: list[int]) -> bytes:
-    choice = {"index": 0, "text": text, "finish_reason": None, "token_ids": ids, "prompt_token_ids": [1]}
+def with_ids(text: str, ids: list[int], finish: str | None = None) -> bytes:
+    choice = {"index": 0, "text": text, "finish_reason": finish, "token_ids": ids, "prompt_token_ids": [1]}
     return b"data: " + orjson.dumps({"id": "x", "choices": [choice]}) + b"\n\n"
 
 
@@ -223,7 +223,7 @@ def test_ids_that_the_client_has_are_not_sent_again() -> None:
     assert sent is not None
     rest = drain(write_rest(BODIES[COMPLETION] % 9, COMPLETION, sent, 9))
     assert orjson.loads(rest.body)["prompt"] == [1, 7]
-    raw, _ = joined(rest, sent, with_ids("", [8]), with_ids("é", [9]), b"data: [DONE]\n\n")
+    raw, _ = joined(rest, sent, with_ids("", [8]), with_ids("é", [9], "stop"), b"data: [DONE]\n\n")
     assert [choice["token_ids"] for event in parsed(raw) for choice in event["choices"]] == [[9]]
     _, tap = joined(rest, sent, with_ids("q", [5]), b"data: [DONE]\n\n")
     assert b"it has other tokens" in tap.held_back
@@ -250,3 +250,27 @@ def test_the_space_of_a_token_is_written_again_within_the_limit() -> None:
     assert sent is not None
     rest = drain(write_rest(BODIES[CHAT] % 5, CHAT, sent, 5))
     assert (rest.space, rest.tokens, orjson.loads(rest.body)["max_tokens"]) == ("\n", 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("sent", "rest", "whole"),
+    [
+        (".\n\n", ["\n\n", "Zo"], ".\n\nZo"),
+        (".\n\n", ["\n", "\n", "\nZo"], ".\n\n\nZo"),
+        (".\n\n", [" Zo"], ".\n\nZo"),
+        (".\n\n", [" ", "Zo"], ".\n\nZo"),
+        (":\n", ["\n    pass"], ":\n    pass"),
+        (":\n\n", ["\n", "    pass"], ":\n\n    pass"),
+        ("a ", [" Zo"], "a Zo"),
+        ("a ", ["\nZo"], "a \nZo"),
+        ("a ", ["Zo"], "a Zo"),
+    ],
+)
+def test_white_space_at_the_join_is_not_doubled(sent: str, rest: list[str], whole: str) -> None:
+    pieces = [{"index": 0, "delta": {"content": piece}, "finish_reason": None} for piece in rest]
+    chunks = [b"data: " + orjson.dumps({"id": "x", "choices": [piece]}) + b"\n\n" for piece in pieces]
+    space = sent[len(sent.rstrip()) :]
+    tap = JoinedTap(False, RestOf(Sent(text=sent, tokens=2), Rest(How.TEXT, b"", space, 1), 0.0))
+    raw = b"".join(map(tap.feed, chunks))
+    lines = [orjson.loads(line[6:]) for line in raw.split(b"\n") if line.startswith(b"data: ")]
+    assert sent + "".join(line["choices"][0]["delta"]["content"] for line in lines) == whole
