@@ -287,12 +287,27 @@ class Scheduler:
         this.grant_all()
         while self._room.blocked.size and this.steps < most and not this.blocked and self._room.readmit(now):
             this.grant_all()
+        if this.retries:
+            self._readmit_stranded(this.retries, now)
         self._more = this.steps >= most and bool(self._room)
         if self._room.waiting and not self._more:
             for view in this.views:
                 if not view.available:
                     self._backends.by_name[view.backend].missed(now)
         self._place_changes_s = self._placement.inner.changes_at(now)
+
+    def _readmit_stranded(self, retries: list[Queued], now: float) -> None:
+        """Admits retries again whose last backend went down or left while they waited: they are held, or dropped."""
+        for queued in retries:
+            request, backends = queued.request, self._backends.by_name.values()
+            able = [one for one in backends if request.model in one.served and one.name not in queued.excluded]
+            if queued.gone or any(queued.on_hold or backend.up for backend in able):
+                continue
+            waited = self._room.leave(queued)
+            try:
+                self._shed += self._admission.enter(request, queued.excluded, AdmissionKind.RETRY, now)
+            except Refused as refused:
+                self._decided.append(Drop(request, refused.outcome, refused.retry_after_s or 0.0, waited))
 
     def _grant_answers(self, decisions: list[Decision], now: float) -> None:
         """Grants a backend for the decode stage of each prefilled request, before any waiting request.

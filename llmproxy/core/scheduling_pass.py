@@ -20,6 +20,7 @@ from llmproxy.core.preemption import LOOK_MAX, Preemption
 from llmproxy.core.queueing.headroom import Headroom
 from llmproxy.core.queueing.min_share import MinShares
 from llmproxy.core.queueing.occupancy import DrainRate
+from llmproxy.core.queueing.queue import Queued
 from llmproxy.core.queueing.usage_limits import UsageLimits
 from llmproxy.core.queueing.waiting_room import WaitingRoom
 
@@ -51,6 +52,7 @@ class Pass(Struct):
     outdated: Sequence[Backend] = ()  # Backends booked last, whose views are refreshed before the next placement.
     blocked: bool = False  # No backend has room for any request.
     guaranteed_none: set[int] = set()  # Bands whose requests fit nowhere, even by their minimum share.
+    retries: list[Queued] = []  # Requests that failed before, and found no backend in this pass.
 
     def grant_all(self) -> None:
         """Grants requests, the highest band first, until no slot is free or the pass has its maximum of decisions."""
@@ -60,7 +62,7 @@ class Pass(Struct):
             band = self.parts.room.bands[level]
             if not band.size and not self.parts.room.blocked.size:
                 continue
-            unmatched = Unmatched()
+            unmatched = Unmatched(retries=self.retries)
             # A readmitted request may belong to a lower band that is owed its minimum share.
             while band.size or (self.parts.room.blocked.size and self._readmit(level)):
                 if self.steps >= PASS_MAX or (self.parts.min_shares.shares and not self._grant_guaranteed()):

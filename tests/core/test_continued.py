@@ -25,12 +25,26 @@ from llmproxy.core.domain import (
 )
 from llmproxy.core.lease_events import Progress, Returned, Started
 from llmproxy.core.pools import Pools
+from llmproxy.core.queueing.admission import refusal
 from llmproxy.core.queueing.charge import charges
 from llmproxy.core.queueing.fairness import policies
 from llmproxy.core.queueing.ordering import orderings
 from llmproxy.core.scaling.mix import size_class
 from llmproxy.core.settings import UsageLimit
-from tests.core.make import BASE, DEFAULTS, grants, names, one_by_one, only_grant, pools, request, submit, tight
+from tests.core.make import (
+    BASE,
+    DEFAULTS,
+    grants,
+    kill,
+    names,
+    one_by_one,
+    only_drop,
+    only_grant,
+    pools,
+    request,
+    submit,
+    tight,
+)
 
 
 def rest(of: Request, got: int, **given: Any) -> Request:
@@ -139,6 +153,59 @@ def test_operators_see_waiting_rests() -> None:
     position = of.position("broken", 3.0)
     assert position is not None
     assert position.ahead_in_flow == 0
+
+
+# --- the only other backend -------------------------------------------------------------------------------------------
+
+
+def waiting_rest(hold_s: float = 30.0) -> tuple[Pools, Grant]:
+    """Returns pools in which a stream broke at one backend, and its rest waits for the place of the other one."""
+    of = pools({"a": 1, "b": 1}, tight(queue=replace(DEFAULTS.queue, no_backend_wait_s=hold_s)))
+    submit(of, request(id="broken", stream=True, deadline_s=600.0), request(id="seat"))
+    held, seat = grants(of)
+    of.apply(Returned(held.lease, Verdict.LOCAL_FAILURE, Usage(10, 4)), 1.0)
+    of.submit(rest(held.request, 4), 1.0, frozenset({held.placed.backend}), AdmissionKind.CONTINUED)
+    assert of.decide(1.0) == []
+    return of, seat
+
+
+@pytest.mark.parametrize("drained", [True, False])
+def test_a_rest_is_held_while_the_only_other_backend_is_not_up(drained: bool) -> None:
+    of, seat = waiting_rest()
+    if drained:
+        of.backends[seat.placed.backend].drained = True
+    else:
+        kill(of, seat.placed.backend)
+    assert not any(isinstance(decision, Grant | Drop) for decision in of.decide(2.0))
+    of.check(2.0)
+    assert not any(isinstance(decision, Grant | Drop) for decision in of.decide(31.9))
+    assert only_drop(of, 32.1).outcome is Outcome.EXPIRED_NO_BACKENDS
+
+
+def test_a_rest_goes_on_at_the_only_other_backend_after_it_was_down() -> None:
+    of, seat = waiting_rest()
+    kill(of, seat.placed.backend)
+    of.decide(2.0)
+    of.apply(Returned(seat.lease, Verdict.LOST), 2.0)
+    of.backends[seat.placed.backend].answered(3.0)
+    assert only_grant(of, 9.0).placed.backend == seat.placed.backend
+
+
+def test_a_rest_ends_with_the_only_other_backend() -> None:
+    of, seat = waiting_rest()
+    of.backends[seat.placed.backend].drained = True
+    assert of.decide(2.0) == []
+    of.apply(Returned(seat.lease, Verdict.SERVED), 3.0)
+    of.remove_backend(seat.placed.backend)
+    refused = refusal(only_drop(of, 3.0))
+    assert refused.outcome is Outcome.REJECTED_NO_BACKENDS
+    assert refused.message == "Every backend of `base` that is up has failed this request."
+
+
+def test_a_rest_ends_when_the_only_other_backend_is_down_and_nothing_is_held() -> None:
+    of, seat = waiting_rest(hold_s=0.0)
+    of.backends[seat.placed.backend].drained = True
+    assert only_drop(of, 2.0).outcome is Outcome.REJECTED_NO_BACKENDS
 
 
 # --- the charge -------------------------------------------------------------------------------------------------------

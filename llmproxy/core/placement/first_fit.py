@@ -42,8 +42,12 @@ class Unmatched(Struct):
     later: str = ""  # A full backend that one of these requests should wait for, "" for none.
     # (Model, excluded backends) -> requests with this many context tokens or more have no match.
     from_tokens: dict[tuple[str, frozenset[str]], int] = {}
+    # Requests that failed on backends before.
+    retries: list[Queued] = []
 
     def add(self, queued: Queued, why: NoMatch) -> None:
+        if queued.excluded:
+            self.retries.append(queued)
         tokens = 0 if why.whole_model else context_tokens(queued.request)
         self.from_tokens[queued.request.model, queued.excluded] = tokens
 

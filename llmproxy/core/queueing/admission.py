@@ -111,9 +111,9 @@ class Admission:
         unavailable = {backend.name for backend in able if backend.drained or not backend.health.available(now)}
         if unavailable and self._settings.queue.no_backend_wait_s:
             return excluded - unavailable, True
-        message = f"No backend of `{request.model}` is up. Try again shortly."
         if excluded:
-            message = f"Every backend of `{request.model}` that is up has failed this request."
+            raise _all_failed(request, RETRY_EMPTY_S)
+        message = f"No backend of `{request.model}` is up. Try again shortly."
         raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_EMPTY_S)
 
     def _waits_for_own_backend(self, request: Request, name: str) -> bool:
@@ -165,12 +165,19 @@ def _lost_reference(request: Request) -> Refused:
     return Refused(Outcome.BAD_REQUEST, message)
 
 
+def _all_failed(request: Request, retry_after_s: float) -> Refused:
+    message = f"Every backend of `{request.model}` that is up has failed this request."
+    return Refused(Outcome.REJECTED_NO_BACKENDS, message, retry_after_s)
+
+
 def refusal(drop: Drop) -> Refused:
     """Returns the refusal for a request that was dropped from the waiting room."""
     if drop.outcome is Outcome.EXPIRED_NO_BACKENDS:
         message = f"No backend of `{drop.request.model}` came up before the request's time to wait was over."
     elif drop.outcome is Outcome.BAD_REQUEST:
         return _lost_reference(drop.request)
+    elif drop.outcome is Outcome.REJECTED_NO_BACKENDS:
+        return _all_failed(drop.request, drop.retry_after_s)
     elif drop.outcome is Outcome.EXPIRED:
         message = "The request's time to wait in the queue was over before a backend had room. Try again later."
     else:
