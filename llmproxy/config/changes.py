@@ -93,7 +93,7 @@ def read_at_start(key: str) -> bool:
 def _plain(value: Any) -> Any:
     """Converts a section, or a list of named sections, to a mapping. Returns any other value unchanged."""
     if isinstance(value, Section):
-        return {name: _plain(getattr(value, name)) for name in type(value).model_fields}
+        return {field.alias or name: _plain(getattr(value, name)) for name, field in type(value).model_fields.items()}
     if isinstance(value, tuple) and value and all(isinstance(one, Section) and hasattr(one, "name") for one in value):
         return _Named((one.name, _plain(one)) for one in value)
     return value
@@ -176,9 +176,9 @@ def _settings(
 ) -> Iterator[tuple[Place, SettingInForce]]:
     """Yields the settings below `value`. If not `given`, it is a default, and its section's origin does not apply."""
     if isinstance(value, Section):
-        for name in type(value).model_fields:
-            part = f"{key}.{name}".lstrip(".")
-            yield from _settings(getattr(value, name), part, (*place, name), origins, name in value.model_fields_set)
+        for name, field in type(value).model_fields.items():
+            last, was_given = field.alias or name, name in value.model_fields_set
+            yield from _settings(getattr(value, name), f"{key}.{last}".lstrip("."), (*place, last), origins, was_given)
     elif isinstance(value, tuple) and value and all(isinstance(one, Section) for one in value):
         for i, one in enumerate(value):
             yield from _settings(one, f"{key}[{getattr(one, 'name', i)}]", (*place, i), origins)

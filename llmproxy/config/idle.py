@@ -44,7 +44,9 @@ def _in_section(config: Config, section: BaseModel, place: Place) -> Iterator[Pr
         value = getattr(section, key)
         rules = [rule for rule in field.metadata if isinstance(rule, Rule)]
         if rules and value != field.get_default(call_default_factory=True):
-            yield from (((*place, key), reason) for rule in rules if (reason := rule.reason(config, section)))
+            yield from (
+                ((*place, field.alias or key), reason) for rule in rules if (reason := rule.reason(config, section))
+            )
         if isinstance(value, BaseModel):
             yield from _in_section(config, value, (*place, key))
         elif isinstance(value, tuple):

@@ -42,7 +42,7 @@ class Key:
 def walk(section: type[Section], prefix: str = "") -> Iterator[Key]:
     """Yields all keys of a section in the order of the schema. The keys of a subsection follow it."""
     for name, field in section.model_fields.items():
-        key = Key(f"{prefix}{name}", field, section, next(sections_in(field.annotation), None))
+        key = Key(f"{prefix}{field.alias or name}", field, section, next(sections_in(field.annotation), None))
         yield key
         if key.section is not None:
             yield from walk(key.section, f"{key.name}{'.' if key.is_section else '[].'}")

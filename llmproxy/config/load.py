@@ -17,7 +17,7 @@ from llmproxy.config.changes import SECRET
 from llmproxy.config.config import Config
 from llmproxy.config.document import REMOVED_KEYS, ConfigError, Document, Place, advice, dotted
 from llmproxy.config.idle import find_idle
-from llmproxy.config.keys import keys, leaves, sections_in
+from llmproxy.config.keys import keys, leaves, sections_in, walk
 from llmproxy.config.schema.backends import BackendConfig, BackendsFile
 from llmproxy.config.schema.section import Section, may_be_null
 
@@ -150,7 +150,7 @@ def _nearest_key(place: Place, top: type[Section]) -> str | None:
     Tries in this order: a very similar key of the section, the same key elsewhere, a similar key of the section, a key
     of the section with these initials (rpm: requests_per_min), a very similar key elsewhere.
     """
-    word, here = str(place[-1]), tuple(_section_at(top, place[:-1]).model_fields)
+    word, here = str(place[-1]), [one.name for one in walk(_section_at(top, place[:-1])) if "." not in one.name]
     elsewhere = {key.rpartition(".")[2]: key for key in leaves(top)}
 
     def similar(known: Iterable[str], cutoff: float) -> list[str]:

@@ -58,7 +58,7 @@ def as_yaml(config: Config) -> str:
 def _lines(section: Section, indent: str, *, secrets: bool, comments: bool = True) -> Iterator[str]:
     values = section.model_dump(mode="json")
     for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
+        value, name = getattr(section, name), field.alias or name
         entries = value if isinstance(value, tuple) and any(isinstance(one, Section) for one in value) else ()
         if comments:
             start = f"{indent}# "

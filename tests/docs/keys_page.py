@@ -66,4 +66,4 @@ def default(key: Key) -> str:
     if key.field.default_factory_takes_validated_data:
         return "from `url`"
     section = key.owner.model_construct(**{key.last: key.field.get_default(call_default_factory=True)})
-    return f"`{as_text(section.model_dump(mode='json', include={key.last}, warnings=False)[key.last])}`"
+    return f"`{as_text(section.model_dump(mode='json', exclude_unset=True, warnings=False)[key.last])}`"

@@ -270,21 +270,10 @@ class RetryConfig(Section):
         idle.unless(lambda config: config.retry.extra_attempts > 0, "retry.extra_attempts is 0"),
     ] = 0.2
     """Most retries, as a share of all requests."""
-    # `continue` is a keyword of Python, so no plain annotation can define this key.
-    __annotations__["continue"] = Annotated[
+    continue_: Annotated[
         str,
         one_of(CONTINUED),
-        Field(
-            description="Streams that continue on another replica when theirs fails. off: none. safe: those without"
-            " options that depend on all tokens of the answer, such as `seed` and penalties. always: also with these"
-            " options."
-        ),
         idle.unless(lambda config: config.retry.extra_attempts > 0, "retry.extra_attempts is 0"),
-    ]
-    locals()["continue"] = "safe"
-
-    @property
-    def continue_(self) -> str:
-        """The key `continue`."""
-        value: str = getattr(self, "continue")
-        return value
+    ] = Field(default="safe", alias="continue")
+    """Streams that continue on another replica when theirs fails. off: none. safe: those without options that depend on
+    all tokens of the answer, such as `seed` and penalties. always: also with these options."""

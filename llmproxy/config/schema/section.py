@@ -9,7 +9,11 @@ from pydantic.fields import FieldInfo
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+    """A section. The name of a key is the alias of its field, or the name of the field if it has no alias."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True, serialize_by_alias=True
+    )
 
     @model_validator(mode="before")
     @classmethod
