@@ -328,8 +328,6 @@ class Config(Section):
         if self.forward_credentials and self.needs_key():
             reason = "would send the keys of this proxy to every backend; set backend_api_key for the backends"
             report([(("forward_credentials",), reason)])
-        if self.cluster.listen is not None and self.workers > 1:
-            report([(("workers",), "a member of a cluster is one process; run more members in the place of workers")])
         if self.cluster.listen is not None and self.shared_limits.store is not None:
             reason = "is of no use beside cluster.listen: limits already hold for all members together; leave it out"
             report([(("shared_limits", "store"), reason)])

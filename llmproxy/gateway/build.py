@@ -30,6 +30,8 @@ class Gateway:
     stored: StoredResponses
     handler: RequestHandler
     exits: ExitSink
+    leasing: Leasing
+    ids: str  # Prefix of request ids, different in each process.
     _upstream: Upstream
 
     @classmethod
@@ -50,7 +52,7 @@ class Gateway:
         handler = RequestHandler(
             rulebook, backends, estimator, dispatcher, stored, answers, exits, Sampler.of(config), ids=ids
         )
-        return cls(rulebook, stored, handler, exits, upstream)
+        return cls(rulebook, stored, handler, exits, dispatcher, ids, upstream)
 
     def router(self, pages: Pages, clients: ClientLimits) -> Router:
         """Make the router for incoming requests. `pages` answers requests that are not for an engine."""

@@ -111,8 +111,8 @@ class LeaseClient:
     def ended(self, request: Request, met: bool | None) -> None:
         self.report(messages.RequestEnded(request.id, met))
 
-    def cached(self, grant: Grant, hashes: Sequence[int]) -> None:
-        self.report(messages.PrefixCached(grant.request.pool, grant.lease, grant.placed.backend, tuple(hashes)))
+    def cached(self, pool: str, lease: int, backend: str, hashes: Sequence[int]) -> None:
+        self.report(messages.PrefixCached(pool, lease, backend, tuple(hashes)))
 
     def response_stored(self, response_id: str, backend: str, tenant: str) -> None:
         """Reports a stored response at once: its client may use the response at another process."""

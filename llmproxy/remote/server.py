@@ -25,7 +25,7 @@ from llmproxy.remote import messages
 from llmproxy.remote.link import Sender
 from llmproxy.remote.messages import FromMember, FromWorker, Message, PageRequest, PageResponse, relative_to
 from llmproxy.scheduling.dispatcher import Dispatcher
-from llmproxy.scheduling.lease import Lease
+from llmproxy.scheduling.lease import Lease, Leasing
 
 RETURNED_MAX = 4096
 """The number of returned leases that are remembered, because a `PrefixCached` may still arrive for them."""
@@ -38,11 +38,13 @@ CallT = TypeVar("CallT", messages.Admit, messages.Resolve, PageRequest, messages
 class Services:
     """The parts of this process that its clients use."""
 
-    dispatcher: Dispatcher
+    dispatcher: Dispatcher  # Restores what clients report on a new link.
+    leasing: Leasing  # Grants the leases: the dispatcher, or for workers of a cluster member, its link to the leader.
     page: Page  # Answers requests that are not for an engine.
     exited: Callable[[RequestExit], None]  # Gets the exit of each request of a client.
     stored: Callable[[messages.ResponseStored, LeaseServer], None]
     """Gets a stored response, and the server of the client that reported it."""
+    catch_up: Callable[[], Awaitable[None]] | None = None  # As `StoredResponses.catch_up` of this process.
     update_clients: Callable[[], None] = lambda: None
     """Sends pending changes to all clients. Called before an answer that depends on a change."""
 
@@ -63,7 +65,7 @@ class LeaseServer:
         """Creates the server of one client. `other` gets messages that do not concern leases."""
         self._services = services
         self._dispatcher = services.dispatcher
-        self._pools = services.dispatcher.pools
+        self._leasing = services.leasing
         self._other = other
         self._loop = asyncio.get_running_loop()
         self._tasks: dict[int, asyncio.Task[None]] = {}  # Calls that are not answered yet.
@@ -125,7 +127,7 @@ class LeaseServer:
         self._reported.discard(request_id)
         request = self.requests.pop(request_id, None)
         if request is not None:
-            self._dispatcher.ended(request, met)
+            self._leasing.ended(request, met)
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
@@ -149,7 +151,7 @@ class LeaseServer:
             self.send(messages.CallRefused(call, Outcome.INTERNAL, INTERNAL_MESSAGE, None))
 
     async def _admit(self, asked: messages.Admit) -> None:
-        lease = await self._dispatcher.admit(asked.request, asked.excluded, asked.entry)
+        lease = await self._leasing.admit(asked.request, asked.excluded, asked.entry)
         lent = self._lend(asked.call, lease)
         try:
             self._services.update_clients()
@@ -194,9 +196,10 @@ class LeaseServer:
         self._loop.call_soon(lease.apply, event, self._loop.time())
 
     async def _resolve(self, call: messages.Resolve) -> None:
-        target = await self._dispatcher.resolve(
-            call.name, call.no_backend_wait_s, call.body_bytes, call.key, call.beside
-        )
+        if call.name is None and self._services.catch_up is not None:
+            # The call may be of `LeaseClient.caught_up`.
+            await self._services.catch_up()
+        target = await self._leasing.resolve(call.name, call.no_backend_wait_s, call.body_bytes, call.key, call.beside)
         self._services.update_clients()
         self.send(messages.NameResolved(call.call, target))
 
@@ -205,7 +208,7 @@ class LeaseServer:
 
     async def _go_direct(self, asked: messages.DirectRequest) -> None:
         cut = asyncio.Event()
-        with self._dispatcher.direct(asked.backend, cut.set):
+        with self._leasing.direct(asked.backend, cut.set):
             self._direct += 1
             try:
                 await cut.wait()
@@ -232,7 +235,7 @@ class LeaseServer:
             case messages.PrefixCached(pool, call, backend, hashes):
                 lent = self._lent.get(call)
                 if (number := self._numbers.get(call) if lent is None else lent.lease.grant.lease) is not None:
-                    self._loop.call_soon(self._pools.cached, pool, number, backend, hashes)
+                    self._loop.call_soon(self._leasing.cached, pool, number, backend, hashes)
             case messages.ExitReport(record):
                 self._services.exited(record if self._shares_clock else record.later(self._loop.time()))
             # The cases are tried in this order: the rare ones come last.
@@ -260,7 +263,7 @@ class LeaseServer:
                     self._loop.call_soon(self.forget, request_id)
                 self._other(message)
             case messages.RememberedPrefix(pool, backend, hashes):
-                self._pools.restore_prefix(pool, backend, hashes)
+                self._dispatcher.pools.restore_prefix(pool, backend, hashes)
             case _:
                 self._other(message)
 

@@ -61,7 +61,7 @@ class Dispatcher:
     # Gets each request that had to wait and leaves without a backend, and why it waited.
     on_left: Callable[[Request, Waited], None] = lambda *_: None
     # Called after backends, their models or the drain may have changed, before the next pass.
-    on_change: Callable[[], None] = lambda: None
+    on_change: list[Callable[[], None]] = field(default_factory=list)
     # Awaited for each new request with limits. May raise Refused.
     reserve: Callable[[Request], Awaitable[None]] | None = None
     draining: bool = False  # Whether new requests are refused.
@@ -182,9 +182,9 @@ class Dispatcher:
         """Records the end of a request. `met`: whether it met its objective; None if that is unknown."""
         self.pools.ended(request, met, _now())
 
-    def cached(self, grant: Grant, hashes: Sequence[int]) -> None:
+    def cached(self, pool: str, lease: int, backend: str, hashes: Sequence[int]) -> None:
         """Records that a backend has cached the prompt and the answer of an ended lease, given as block hashes."""
-        self.pools.cached(grant.request.pool, grant.lease, grant.placed.backend, hashes)
+        self.pools.cached(pool, lease, backend, hashes)
 
     async def resolve(
         self, name: str | None, no_backend_wait_s: float, body_bytes: int, key: str = "", beside: str | None = None
@@ -390,7 +390,8 @@ class Dispatcher:
         self._aliases = catalogue.aliases
         for name in resolved:
             self._unresolved.pop(name).resolved.set()
-        self.on_change()
+        for changed in self.on_change:
+            changed()
 
     @property
     def leases(self) -> int:

@@ -53,12 +53,6 @@ def test_problem_names_the_key(write: Any, text: str, message: str) -> None:
     assert message in problem(write, text)
 
 
-def test_members_have_no_workers(write: Any) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load(write(f"workers: 2\ncluster: {{{LOCAL}}}"))
-    assert ":1: workers: a member of a cluster is one process" in str(caught.value)
-
-
 @pytest.mark.parametrize(
     "text",
     [

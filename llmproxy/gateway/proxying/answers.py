@@ -77,7 +77,7 @@ class Answers:
     `on_read`, no answer is hashed.
     """
 
-    def __init__(self, on_read: Callable[[Grant, Sequence[int]], None] | None) -> None:
+    def __init__(self, on_read: Callable[[str, int, str, Sequence[int]], None] | None) -> None:
         self._on_read = on_read
         self._due: deque[tuple[CapturedAnswer, Slices[None]]] = deque()
         self.captured_bytes = 0
@@ -133,7 +133,8 @@ class Answers:
         chain = prompt.extended(text)
         if len(chain.hashes) > len(prompt.hashes) and self._on_read is not None:
             yield
-            self._on_read(grant, chain.hashes_on(grant.request.model, grant.request.adapter))
+            hashes = chain.hashes_on(grant.request.model, grant.request.adapter)
+            self._on_read(grant.request.pool, grant.lease, grant.placed.backend, hashes)
 
 
 class _UnreadError(Exception):

@@ -88,6 +88,8 @@ class StoredResponses:
         self._ids_of: dict[str, OrderedDict[str, None]] = {}
         # Called with id, backend and tenant of each response that was made in this process.
         self.on_made: Callable[[str, str, str], None] = lambda *_: None
+        # Called with id, backend and tenant of each response that another process has announced as authoritative.
+        self.on_owner: Callable[[str, str, str], None] = lambda *_: None
         # Waits until this process knows the responses that other processes made before; None with one process.
         self.catch_up: Callable[[], Awaitable[None]] | None = None
 
@@ -123,6 +125,8 @@ class StoredResponses:
         if len(self._made_by) > IDS_MAX:
             first, _ = max(self._ids_of.values(), key=len).popitem(last=False)
             del self._made_by[first]
+        if authoritative:
+            self.on_owner(response_id, backend, tenant)
         return True
 
     def backend_for(self, response_id: str, tenant: Tenant = NO_TENANT) -> str | None:

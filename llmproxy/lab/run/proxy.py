@@ -254,7 +254,8 @@ class LabProxy:
         """Learns from a completed answer, as the gateway does."""
         if record.outcome is Outcome.COMPLETED and lease is not None and lease.usage is not None:
             self.pools.estimator.learn(request.model, request.body_bytes, 1, lease.usage)
-            self.leasing.cached(lease.grant, self._world.blocks.cached(record.arrival))
+            grant, hashes = lease.grant, self._world.blocks.cached(record.arrival)
+            self.leasing.cached(request.pool, grant.lease, grant.placed.backend, hashes)
 
     def _refuse(self, record: Record, refused: Refused) -> None:
         # A retry that finds no backend ends with the outcome of the attempt before it, as in the gateway.

@@ -172,7 +172,7 @@ class LabCluster:
 
     def _member(self, name: str, proxy: LabProxy, network: VirtualNetwork) -> Cluster:
         proxy.leasing = leasing = ClusterLeasing(proxy.dispatcher, proxy.pools.backends)
-        services = Services(proxy.dispatcher, _no_page, lambda _: None, lambda *_: None)
+        services = Services(proxy.dispatcher, proxy.dispatcher, _no_page, lambda _: None, lambda *_: None)
         pools = proxy.pools
 
         def restore(known: Learned, told_s: float) -> None:

@@ -80,7 +80,7 @@ def build_member(
     async def no_page(page: PageRequest) -> PageResponse:
         return PageResponse(page.call, 503, "", (), b"")
 
-    services = Services(dispatcher, no_page, show, lambda response, by: cluster.stored(response, by))
+    services = Services(dispatcher, dispatcher, no_page, show, lambda response, by: cluster.stored(response, by))
     gateway.stored.on_made = leasing.response_stored
     cluster = Cluster(
         me,

@@ -73,7 +73,7 @@ class Cluster:
         self._tasks: list[asyncio.Task[None]] = []
         self._election: Election | None = None
         self._hand_over = HandOver(dispatcher.pools, callbacks)
-        dispatcher.on_change = self._changed
+        dispatcher.on_change.append(self._changed)
         dispatcher.decide_until(-inf)
 
     @property

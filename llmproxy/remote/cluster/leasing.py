@@ -11,7 +11,7 @@ import structlog
 
 from llmproxy.core.backends.backend import Backend
 from llmproxy.core.backends.catalogue import Target
-from llmproxy.core.domain import Grant, Outcome, Refused
+from llmproxy.core.domain import Outcome, Refused
 from llmproxy.core.lease_events import LeaseEvent, Started
 from llmproxy.lifecycle.background import spawned
 from llmproxy.observe.exit import RequestExit
@@ -42,14 +42,14 @@ class _Prefixes:
         """Lease -> its prefix, and the value of `Backend.processes` at that time."""
         self._hashes = 0
 
-    def note(self, grant: Grant, hashes: Sequence[int]) -> None:
+    def note(self, pool: str, lease: int, name: str, hashes: Sequence[int]) -> None:
         """Records which blocks the backend of a lease has cached: blocks of the prompt, or of prompt and answer."""
-        backend = self._backends.get(grant.placed.backend)
+        backend = self._backends.get(name)
         if backend is None or not hashes:
             return
-        self._forget(grant.lease)
-        prefix = RememberedPrefix(grant.request.pool, grant.placed.backend, tuple(hashes))
-        self._by_lease[grant.lease] = prefix, backend.processes
+        self._forget(lease)
+        prefix = RememberedPrefix(pool, name, tuple(hashes))
+        self._by_lease[lease] = prefix, backend.processes
         self._hashes += len(prefix.hashes)
         while self._hashes > HASHES_MAX or len(self._by_lease) > PREFIXES_MAX:
             self._forget(next(iter(self._by_lease)))
@@ -146,12 +146,12 @@ class ClusterLeasing(LeaseClient):
     def apply(self, event: LeaseEvent, now: float) -> None:
         if isinstance(event, Started):
             grant = self.grant(event.lease)
-            self._prefixes.note(grant, grant.request.prefix)
+            self._prefixes.note(grant.request.pool, grant.lease, grant.placed.backend, grant.request.prefix)
         super().apply(event, now)
 
-    def cached(self, grant: Grant, hashes: Sequence[int]) -> None:
-        self._prefixes.note(grant, hashes)
-        super().cached(grant, hashes)
+    def cached(self, pool: str, lease: int, backend: str, hashes: Sequence[int]) -> None:
+        self._prefixes.note(pool, lease, backend, hashes)
+        super().cached(pool, lease, backend, hashes)
 
     def exited(self, ended: RequestExit) -> None:
         """Reports the exit of a request, for the page of a leader in another process."""

@@ -53,14 +53,19 @@ class WorkerSupervisor:
         socket_activated: bool,
     ) -> None:
         self._rulebook = gateway.rulebook
-        self._dispatcher = dispatcher
+        self._leasing = gateway.leasing
+        self._ids = gateway.ids
         self._pools: Pools = dispatcher.pools
         self._backends = backends
         self._stored = gateway.stored
         self._metrics = metrics
         self.socket_activated = socket_activated  # Whether the service manager keeps the sockets open too.
         self.url = ""
-        self._services = Services(dispatcher, page, gateway.exits.record, self._response_stored, self.update_workers)
+        self._stored.on_owner = lambda *owner: self._send_all(messages.ResponseStored(*owner))
+        self._services = Services(
+            dispatcher, gateway.leasing, page, gateway.exits.record, self._response_stored, self._stored.catch_up,
+            self.update_workers,
+        )  # fmt: skip
         self._sinks = WorkerSinks(gateway.rulebook, gateway.exits, self._pools.estimator, self._learned)
         self._loop = asyncio.get_running_loop()
         self._sessions: dict[int, WorkerSession] = {}
@@ -74,7 +79,7 @@ class WorkerSupervisor:
         self._known: tuple[list[BackendConfig], int] = [], -1
         self._sent_backends = self._backends_now()
         self._learned_models: set[str] = set()
-        dispatcher.on_change = self._changed
+        dispatcher.on_change.append(self._changed)
 
     # --- processes ----------------------------------------------------------------------------------------------------
 
@@ -105,7 +110,7 @@ class WorkerSupervisor:
         self._sessions[slot], self._processes[slot] = session, process
         self.update_workers()
         fds = tuple(one.fileno() for one in self._sockets[slot])
-        session.link.send(messages.WorkerStart(f"w{self._serial}", fds, self._config_now()))
+        session.link.send(messages.WorkerStart(f"{self._ids}w{self._serial}", fds, self._config_now()))
         session.link.send(self._sent_backends)
         session.link.send(messages.LearnedEstimates(dict(self._pools.estimator.models)))
         for response_id, (backend, tenant) in self._stored.made_by.items():
@@ -166,7 +171,7 @@ class WorkerSupervisor:
             return
         self._changes = False
         state = messages.ShutdownState(
-            self._leaving, self._replaced, self._closed, self._dispatcher.draining, self._dispatcher.granting
+            self._leaving, self._replaced, self._closed, self._leasing.draining, self._leasing.granting
         )  # fmt: skip
         if state != self._shutdown:
             self._shutdown = state
@@ -209,6 +214,7 @@ class WorkerSupervisor:
         if not self._stored.note(stored.response_id, stored.backend, stored.tenant):
             by.send(messages.ResponseStored(stored.response_id, *self._stored.made_by[stored.response_id]))
             return
+        self._stored.on_made(stored.response_id, stored.backend, stored.tenant)
         for session in self._sessions.values():
             if session.server is not by:
                 session.link.send(stored)

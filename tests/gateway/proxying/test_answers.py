@@ -201,8 +201,8 @@ class Reading:
     """Captured answers, and the hashes that were read from them."""
 
     def __init__(self) -> None:
-        self.notified: list[tuple[Grant, tuple[int, ...]]] = []
-        self.answers = Answers(lambda grant, hashes: self.notified.append((grant, tuple(hashes))))
+        self.notified: list[tuple[tuple[str, int, str], tuple[int, ...]]] = []
+        self.answers = Answers(lambda *said: self.notified.append((said[:3], tuple(said[3]))))
 
     async def capture(self, first: dict[str, Any], kind: BodyKind) -> CapturedAnswer | None:
         return self.answers.capture(await BodyReader(prefixes=True).read(orjson.dumps(first), kind))
@@ -324,9 +324,9 @@ async def test_model_and_adapter_count_as_in_the_prompt() -> None:
     grant = replace(GRANT, request=request(model="poet", adapter="poet"))
     reading.answers.finish(captured, grant)
     await reading.all_read()
-    ((of, hashes),) = reading.notified
+    ((lease, hashes),) = reading.notified
     turn = prompt_chain(after_chat(by_hand()), CHAT)
-    assert (of, hashes) == (grant, turn.hashes_on("poet", "poet"))
+    assert (lease, hashes) == ((grant.request.pool, grant.lease, grant.placed.backend), turn.hashes_on("poet", "poet"))
 
 
 # --- bounds -----------------------------------------------------------------------------------------------------------

@@ -587,7 +587,7 @@ async def test_hand_drained_backends_stay_so_under_another_leader() -> None:
     async with world(3) as found:
         old = found.leader
         old.drained = frozenset({"a"})
-        old.dispatcher.on_change()
+        old.dispatcher.reconsider()
         await asyncio.sleep(0.1)
         assert all(one.drained == {"a"} for one in found.members)
         old.cluster.begin_shutdown()
@@ -595,7 +595,7 @@ async def test_hand_drained_backends_stay_so_under_another_leader() -> None:
         new = found.leader
         assert new is not old
         new.drained = frozenset()
-        new.dispatcher.on_change()
+        new.dispatcher.reconsider()
         late = await found.member("late")
         await asyncio.sleep(0.5)
         assert all(one.drained == frozenset() for one in [*found.members, late])

@@ -32,7 +32,8 @@ async def served(one: VirtualMember, prompt: tuple[int, ...], answered: tuple[in
     client.lease.apply(Started(client.lease.grant.lease), now())
     await client.done()
     if answered:
-        one.leasing.cached(client.lease.grant, answered)
+        grant = client.lease.grant
+        one.leasing.cached(grant.request.pool, grant.lease, grant.placed.backend, answered)
     await asyncio.sleep(SOON_S)
 
 

@@ -18,7 +18,7 @@ from llmproxy.remote.server import LeaseServer, Services
 from llmproxy.remote.workers.main import RemoteEstimator, RemoteExits, WorkerLeasing
 from llmproxy.remote.workers.session import WorkerSession, WorkerSinks
 from llmproxy.scheduling.dispatcher import Dispatcher
-from llmproxy.scheduling.lease import Lease
+from llmproxy.scheduling.lease import Lease, Leasing
 from tests.dispatching import Client, P, dispatcher, empty, named_as, turns, virtual
 
 
@@ -49,14 +49,16 @@ class RecordedEvents:
     def worker_lost(self) -> None:
         self.lost += 1
 
-    def services(self, dispatcher: Dispatcher, settle: Callable[[], None] = lambda: None) -> Services:
+    def services(
+        self, dispatcher: Dispatcher, settle: Callable[[], None] = lambda: None, leasing: Leasing | None = None
+    ) -> Services:
         async def page(page: messages.PageRequest) -> messages.PageResponse:
             return messages.PageResponse(page.call, 200, "OK", (("x-remote", page.remote),), page.request)
 
         def made(one: messages.ResponseStored, _: LeaseServer) -> None:
             self.made.append(one)
 
-        return Services(dispatcher, page, self.record, made, settle)
+        return Services(dispatcher, leasing or dispatcher, page, self.record, made, update_clients=settle)
 
     def sinks(self, dispatcher: Dispatcher) -> WorkerSinks:
         rulebook = Rulebook(Rules.build(Config(), Nowhere()))  # type: ignore[arg-type]
@@ -102,10 +104,14 @@ class WorkerLink:
     """A worker and its session. `remote` is the dispatcher that its requests use."""
 
     def __init__(
-        self, dispatcher: Dispatcher, events: RecordedEvents | None = None, settle: Callable[[], None] = lambda: None
+        self,
+        dispatcher: Dispatcher,
+        events: RecordedEvents | None = None,
+        settle: Callable[[], None] = lambda: None,
+        leasing: Leasing | None = None,
     ) -> None:
         self.events = events or RecordedEvents()
-        self.session = WorkerSession(self.events.services(dispatcher, settle), self.events.sinks(dispatcher))
+        self.session = WorkerSession(self.events.services(dispatcher, settle, leasing), self.events.sinks(dispatcher))
         self.link: Link[messages.ToWorker] = Link(TO_WORKER, self._hear, self._lost, local=True)
         self.remote = WorkerLeasing(self.link, dispatcher.pools.backends)
         self.estimator = RemoteEstimator(self.link)

@@ -186,7 +186,7 @@ async def test_a_prompt_is_indexed_after_more_short_leases_than_are_remembered(m
         await leased(short)
         await short.done()
         await turns(ENOUGH)
-    line.remote.cached(grant, (1, 2))
+    line.remote.cached(grant.request.pool, grant.lease, grant.placed.backend, (1, 2))
     await turns(ENOUGH)
     assert len(cached) == 1
     await nothing_left(one, line)

@@ -191,6 +191,20 @@ async def test_estimates_and_stored_responses_are_sent_to_other_workers() -> Non
 
 
 @virtual
+async def test_stored_responses_pass_between_workers_and_the_leader() -> None:
+    rig = Supervised()
+    maker, other = rig.sessions
+    reported: list[tuple[str, str, str]] = []
+    rig.gateway.stored.on_made = lambda *made: reported.append(made)
+    maker.services.stored(messages.ResponseStored("resp_1", "a", "t"), maker.server)
+    assert reported == [("resp_1", "a", "t")]
+    # The leader has heard of another owner first.
+    rig.gateway.stored.note("resp_1", "b", "u", authoritative=True)
+    assert (maker.sent[-1], other.sent[-1]) == (messages.ResponseStored("resp_1", "b", "u"),) * 2
+    assert len(reported) == 1
+
+
+@virtual
 async def test_a_reload_sends_the_whole_configuration() -> None:
     rig = Supervised()
     new = Config(models=[{"name": "alias", "target": "base"}])  # type: ignore[arg-type]
