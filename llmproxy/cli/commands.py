@@ -1,5 +1,5 @@
 """The commands: `serve`, `check`, `config`, `hash-key`, `replica`, `export`, `top`, `explain`, `scale`, `whatif`,
-`usage`, `batch`, `demo`, `simulate`; `first_hour` has `doctor` and `init`.
+`usage`, `batch`, `demo`, `simulate`; `first_hour` has `doctor`, `init` and `shadow`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from llmproxy import __version__
-from llmproxy.cli.first_hour import doctor, fail, init
+from llmproxy.cli.first_hour import doctor, fail, init, shadow
 from llmproxy.cli.flags import ADMIN_KEY_VARIABLE, COMMON, CONFIG_VARIABLE, from_environment, from_flags, unknown_flags
 from llmproxy.cli.help import HELP_ALL, PanelHelp, PanelHelpGroup
 from llmproxy.cli.options import BATCH, PROXY, REPLICA, SIMULATE, flag_options, with_options
@@ -136,6 +136,7 @@ def serve(
 
 app.command(cls=PanelHelp, short_help="Write a configuration for your servers.")(init)
 app.command(cls=PanelHelp, short_help="Look at servers, and report problems.")(doctor)
+app.command(cls=PanelHelp, short_help="Try it in front of your router, unchanged.")(shadow)
 
 
 @app.command(cls=PanelHelp, short_help="Report the problems of a configuration file.")

@@ -1,4 +1,4 @@
-"""The commands before the first start: `doctor` and `init`."""
+"""The commands before the first start: `doctor`, `init` and `shadow`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from llmproxy.cli.flags import ALIASES, PREFIX, from_flags
-from llmproxy.config import BackendConfig, ConfigError, load, load_backends
+from llmproxy.config import BackendConfig, ConfigError, Override, load, load_backends
 
 ApiKey = Annotated[
     str | None,
@@ -110,6 +110,57 @@ def init(
     if carried is not None and carried.left:
         typer.echo(f"Not carried over from {carried.router}: {len(carried.left)}, listed at its end")
     typer.echo(f"Next: {f'{PREFIX}BACKEND_API_KEY=... ' if api_key else ''}llmproxy serve --config {out}")
+
+
+def shadow(
+    to: Annotated[str | None, typer.Option("--to", metavar="URL", help="Address of the router that you run.")] = None,
+    backends: Annotated[
+        list[str] | None, typer.Option("--backend", metavar="URL", help="Base URL of a replica behind it; repeat it.")
+    ] = None,
+    listen: Annotated[
+        str, typer.Option("--listen", metavar="HOST:PORT", help="Address for your clients.")
+    ] = "127.0.0.1:8080",
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", metavar="FILE", help="Configuration that you would use.")
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder of the record and the report.")] = Path(
+        "shadow"
+    ),
+    policy: Annotated[
+        str, typer.Option("--policy", metavar="NAME", help="Policy of your router, as in `llmproxy simulate`.")
+    ] = "round_robin",
+    record_mb: Annotated[int, typer.Option("--record-mb", metavar="N", min=1, help="Largest record, in MB.")] = 1024,
+    report_only: Annotated[bool, typer.Option("--report", help="Report on the record in DIR, and exit.")] = False,
+    api_key: ApiKey = None,
+) -> None:
+    """Pass all requests on to your router unchanged, and predict what llmproxy would have changed.
+
+    Ctrl-C ends it and writes the report. --report writes one from the record of a shadow that may still run.
+    """
+    import uvloop
+
+    from llmproxy.lab.shadow import check_policy, predict
+    from llmproxy.lab.simulate import Unusable
+    from llmproxy.tools.shadow import Options, ShadowError, run
+
+    key = [] if api_key is None else [Override("backend_api_key", api_key, "--api-key")]
+    try:
+        # Without a configuration, flows are the keys of clients. The record has them as tenants.
+        flow = [] if config else [Override("scheduling.flow", "header:x-tenant", "shadow")]
+        settled = load(config, [*from_flags({}, backends or ()), *flow, *key])
+        check_policy(policy, settled)
+        if not report_only:
+            host, _, port = listen.rpartition(":")
+            if to is None or not settled.backends or not (host and port.isascii() and port.isdigit()):
+                fail(["llmproxy shadow: give --to URL, --backend URL for each replica, and --listen HOST:PORT"])
+            options = Options(host.strip("[]"), int(port), to, settled, out, record_mb << 20)
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(run(options, lambda text: typer.echo(text, err=True)))
+        predict(out, settled, policy)
+    except ConfigError as error:
+        fail(error.problems)
+    except (ShadowError, Unusable) as error:
+        fail([f"llmproxy shadow: {error}"])
 
 
 def _asked_for(source: str | None) -> list[str]:

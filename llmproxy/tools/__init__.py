@@ -1,1 +1,1 @@
-"""Programs for operators: `top`, `explain`, `scale` and `whatif` in a terminal, and `export`."""
+"""Programs for operators: `top`, `explain`, `scale` and `whatif` in a terminal, `export` and `shadow`."""

@@ -4,6 +4,8 @@ A log has a line for each ended request, in the order of the ends, and a header 
 log count from the last header; times of arrivals count from the first arrival of the file. Recorded decisions are
 ignored. A request whose answer has no known length gets its model's mean length, and is marked as guessed. A request
 without a tenant has its flow as tenant.
+
+A shadow's record has `blocks` too, of as many tokens as `block_tokens` in its header says.
 """
 
 from __future__ import annotations
@@ -16,13 +18,21 @@ from pathlib import Path
 from typing import Any
 
 from llmproxy.lab.traces.arrival import Arrival, TraceError, in_time_order
-from llmproxy.lab.traces.formats import LineError, count_of, object_of, optionals_of, seconds_of
+from llmproxy.lab.traces.formats import (
+    BLOCK_TOKENS_MAX,
+    MOONCAKE_BLOCK_TOKENS,
+    LineError,
+    count_of,
+    object_of,
+    optionals_of,
+    seconds_of,
+)
 
 HEADER = "llmproxy_decisions"
 VERSION = 1
 MARKS = ("request_id", "outcome")
 """Keys that identify a part of a log without a header."""
-TAKEN = ("tenant", "adapter", "session", "criticality", "max_wait_s", "ttft_slo_s", "tpot_slo_s")
+TAKEN = ("tenant", "adapter", "session", "criticality", "max_wait_s", "ttft_slo_s", "tpot_slo_s", "blocks")
 
 Lines = Callable[[], Iterator[tuple[int, str]]]
 
@@ -34,6 +44,12 @@ def is_log(first: str) -> bool:
     except LineError:
         return False
     return HEADER in given or all(key in given for key in MARKS)
+
+
+def block_tokens(first: str) -> int:
+    """Returns the size of the blocks of a log that begins with the line `first`. Raises LineError."""
+    given = object_of(first).get("block_tokens", MOONCAKE_BLOCK_TOKENS)
+    return count_of("block_tokens", given, BLOCK_TOKENS_MAX)
 
 
 def arrivals(path: Path, lines: Lines) -> Iterator[Arrival]:

@@ -33,8 +33,13 @@ def open_trace(path: Path) -> Trace:
     if path.exists() and not path.is_dir() and not path.is_file():
         raise TraceError(f"{path}: not a regular file; a trace is read once per run, so save it to a file first")
     lines = partial(_lines, path)
-    if any(decisions.is_log(line) for _, line in islice(lines(), 1)):
-        return Trace(_name(path), partial(decisions.arrivals, path, lines))
+    for number, line in islice(lines(), 1):
+        if decisions.is_log(line):
+            try:
+                block_tokens = decisions.block_tokens(line)
+            except LineError as error:
+                raise TraceError(f"{path}:{number}: {error}") from None
+            return Trace(_name(path), partial(decisions.arrivals, path, lines), block_tokens)
     _, layout = _begin(path, lines())
     return Trace(_name(path), partial(_read, path), layout.block_tokens)
 

@@ -157,3 +157,16 @@ def test_what_cannot_be_replayed_is_reported_with_its_line(
     saved: Saved, lines: tuple[dict[str, Any] | str, ...], reason: str
 ) -> None:
     assert complaint(saved(*lines)).startswith(reason)
+
+
+def test_a_record_with_blocks_shares_prefixes(saved: Saved) -> None:
+    path = saved(START | {"block_tokens": 16}, line(0.0, blocks=[7, 8]), line(1.0, blocks=[7]))
+    trace = open_trace(path)
+    assert trace.block_tokens == 16
+    assert [arrival.blocks for arrival in trace.arrivals()] == [(7, 8), (7,)]
+
+
+def test_a_wrong_size_of_blocks_is_named(saved: Saved) -> None:
+    path = saved(START | {"block_tokens": 0}, line(0.0))
+    with pytest.raises(TraceError, match=r":1: block_tokens is 0"):
+        open_trace(path)

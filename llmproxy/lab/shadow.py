@@ -1,0 +1,334 @@
+"""The report of `llmproxy shadow`: what happened, and what the simulated fleet says would happen with llmproxy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import orjson
+import yaml
+from rich.console import Console
+
+from llmproxy.config import Config
+from llmproxy.core.domain import Outcome
+from llmproxy.lab.fleet.spec import MAX_NUM_SEQS, ReplicaSpec, SimulatedFleet
+from llmproxy.lab.policies.by_name import own_name, plan_named
+from llmproxy.lab.results.fleet_tables import print_sizes, sizes_of
+from llmproxy.lab.results.objectives import NOTHING_WANTED, Objectives
+from llmproxy.lab.results.record import Record
+from llmproxy.lab.results.recorder import RunRecorder
+from llmproxy.lab.results.report import Extra, ExtraTable, page
+from llmproxy.lab.results.result import GroupResult, Point, RunResult, SimulationResult, rounded, to_bytes
+from llmproxy.lab.results.table import MISSING, milliseconds, print_tables, seconds
+from llmproxy.lab.run.identity import IdentityReader
+from llmproxy.lab.run.runs import Simulation, run_all
+from llmproxy.lab.simulate import Unusable
+from llmproxy.lab.simulator.engine.profiles import PROFILES, Profile
+from llmproxy.lab.traces import open_trace
+from llmproxy.lab.traces.arrival import TraceError
+from llmproxy.lab.variants import resized
+from llmproxy.tools.shadow.command import REPLICAS, REQUESTS
+
+MEASURED = "measured"
+FIT_REQUESTS = 500
+REQUESTS_MAX = 20_000
+"""The most requests of a record that are simulated: the last ones."""
+FITS = 2
+PREFILL_SCALES = (1.0, 0.5, 2.0)
+SIZES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.25)
+CANNOT_KNOW = (
+    ("Caches", "The engines' prefix caches as they were. The simulated ones begin empty, and evict by vLLM's rules."),
+    ("Other traffic", "Requests that reach the replicas without the shadow. They are in the measured times alone."),
+    ("Feedback", "Arrivals stay as they were. Clients that wait for an answer send sooner if it comes sooner."),
+    ("Errors", "Failures of replicas and of the router are not repeated, and an answer that never came has a guessed"
+     " length."),
+    ("Engines", "Speeds are one known profile, scaled until the simulated times of your router fit the measured ones."
+     " The first rows show how well they fit: a difference between them is an error of every other row."),
+    ("Batch limit", "If the engines do not publish it, it is the most requests that ran while others waited, else"
+     f" {MAX_NUM_SEQS}."),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """The requests of a record that are used, in the order of their arrivals."""
+
+    records: list[Record]
+    simulation: Simulation
+
+
+def check_policy(policy: str, config: Config) -> None:
+    """Raises Unusable for a policy that is unknown."""
+    try:
+        plan_named(policy, config)
+    except ValueError as error:
+        raise Unusable(f"--policy: {error}") from None
+
+
+def predict(folder: Path, config: Config, policy: str, workers: int | None = None) -> None:
+    """Simulates the record in `folder` with `policy`, which stands for the router that was there, and with llmproxy.
+
+    Prints the figures and writes `report.html`, `result.json` and `fleet.yaml`. Raises Unusable.
+    """
+    console = Console()
+    try:
+        facts = orjson.loads((folder / REPLICAS).read_bytes())
+        taken = _taken(folder / REQUESTS, config)
+    except (OSError, TraceError, ValueError) as error:
+        raise Unusable(f"{folder}: nothing to report on: {error}") from None
+    with Console(stderr=True).status("fitting the speed of the engines"):
+        fleet, prefill_scale = _fitted(facts, taken, policy, workers)
+    queried = sum(fact.get("queried_tokens", 0.0) for fact in facts)
+    cached = sum(fact.get("hit_tokens", 0.0) for fact in facts) / queried if queried else None
+    measured = _measured(taken.records, fleet, prefill_scale).model_copy(update={"hit_tokens_ratio": cached})
+    own, names = own_name(config), sorted({max(1, round(len(facts) * share)) for share in SIZES} | {len(facts) + 1})
+    simulation = replace(taken.simulation, fleet=fleet)
+    tasks = [(simulation, Point(name, 1, 1.0, prefill_scale)) for name in (policy, own)]
+    tasks += [(replace(simulation, fleet=resized(fleet, size)), Point(own, 1, 1.0, prefill_scale)) for size in names]
+    with Console(stderr=True).status("simulating"):
+        runs = {index: finished.run for index, finished in run_all(tasks, workers)}
+    before, after, *sized = (runs[index] for index in range(len(tasks)))
+    before = before.model_copy(update={"policy": f"{policy}, simulated"})
+    after = after.model_copy(update={"policy": f"llmproxy ({own}), simulated"})
+    result = SimulationResult(runs=[measured, before, after], config=_description(folder, fleet, taken, facts))
+    sizes = sizes_of([("llmproxy", run) for run in sized])
+    groups = _groups(measured, before, after)
+    print_tables(result, console)
+    print_sizes(sizes, NOTHING_WANTED, console)
+
+    def draw() -> Sequence[Any]:
+        from llmproxy.lab.results import plots
+
+        return [plots.sizes_plot(sizes, NOTHING_WANTED)]
+
+    advice = ExtraTable("Replicas", ("llmproxy",), [[one.advice(NOTHING_WANTED)] for one in sizes])
+    cannot = ExtraTable("This prediction cannot know", ("", ""), CANNOT_KNOW)
+    tables = (*groups, _balance(facts, before, after), advice, cannot)
+    try:
+        (folder / "fleet.yaml").write_text(_fleet_file(fleet))
+        (folder / "result.json").write_bytes(to_bytes(result))
+        (folder / "report.html").write_text(
+            page(result, "What llmproxy would change", [after.policy], Extra(tables, draw)), encoding="utf-8"
+        )
+    except OSError as error:
+        raise Unusable(f"--out {folder}: {error.strerror}") from None
+    console.print(f"wrote {folder / 'report.html'}; its last table says what this prediction cannot know", markup=False)
+    again = f"llmproxy simulate --trace {folder / REQUESTS} --fleet {folder / 'fleet.yaml'}"
+    console.print(f"Again, with other policies: {again} --prefill-scale {prefill_scale:g}", markup=False)
+
+
+# --- what was measured ------------------------------------------------------------------------------------------------
+
+
+def _taken(file: Path, config: Config) -> _Taken:
+    """Reads the last requests of a record. Raises TraceError."""
+    lines = sorted(_lines(file), key=lambda line: line["at_s"])
+    arrivals = list(open_trace(file).arrivals())
+    skip = max(0, len(arrivals) - REQUESTS_MAX)
+    # A line that was written between the two readings is left out.
+    pairs = list(zip(arrivals, lines, strict=False))[skip:]
+    identities, zero_s = IdentityReader(config), pairs[0][0].at_s
+    records = [
+        Record(
+            replace(arrival, at_s=arrival.at_s - zero_s),
+            arrival.at_s - zero_s,
+            identities.band(arrival),
+            Outcome(line["outcome"]),
+            ended_s=arrival.at_s - zero_s + line["duration_s"],
+            ttft_s=line.get("ttft_s"),
+            tpot_s=line.get("tpot_s"),
+            hit_tokens=line.get("cached_tokens", 0),
+            output_tokens=arrival.output_tokens,
+        )
+        for arrival, line in pairs
+    ]
+    nothing = SimulatedFleet("", ())
+    return _Taken(records, Simulation(str(file), nothing, config, skip=skip, requests=len(records)))
+
+
+def _lines(file: Path) -> Iterator[dict[str, Any]]:
+    with file.open("rb") as opened:
+        for text in opened:
+            # The last line of a running shadow may be incomplete.
+            if text.endswith(b"\n") and "at_s" in (line := orjson.loads(text)):
+                line.pop("blocks", None)
+                yield line
+
+
+def _measured(records: Sequence[Record], fleet: SimulatedFleet, prefill_scale: float) -> RunResult:
+    objectives = Objectives(fleet, prefill_scale)
+    recorder = RunRecorder(max(record.arrived_s for record in records), ())
+    for record in records:
+        ttft_slo_s, tpot_slo_s = objectives.for_arrival(record.arrival)
+        if record.ttft_s is not None:
+            in_time = record.ttft_s <= ttft_slo_s and (record.tpot_s or 0.0) <= tpot_slo_s
+        else:
+            # An answer in one piece has no first token that can be seen.
+            whole_s = ttft_slo_s + tpot_slo_s * (record.output_tokens - 1)
+            in_time = record.ended_s - record.arrived_s <= whole_s
+        record.met = in_time and record.outcome is Outcome.COMPLETED
+        recorder.add(record)
+    return recorder.result(MEASURED, 1, 1.0, prefill_scale)
+
+
+# --- the speed of the engines -----------------------------------------------------------------------------------------
+
+
+def _fitted(
+    facts: Sequence[Mapping[str, Any]], taken: _Taken, policy: str, workers: int | None
+) -> tuple[SimulatedFleet, float]:
+    """Returns the fleet whose simulated times under `policy` are nearest to the measured times, and its prefill
+    scale. Raises Unusable.
+    """
+    measured = _measured(taken.records[:FIT_REQUESTS], _fleet(facts, "llama-8b-h100", 1.0), 1.0)
+    if not measured.tpot_s.p50 or not measured.ttft_s.p50:
+        raise Unusable("the record has no stream that was completed, so that the speed of the engines is unknown")
+    results: dict[tuple[str, float, float], RunResult] = {}
+
+    def simulate(tried: Sequence[tuple[str, float, float]]) -> None:
+        tasks = [
+            (
+                replace(taken.simulation, fleet=_fleet(facts, name, scale), requests=FIT_REQUESTS),
+                Point(policy, 1, 1.0, prefill),
+            )
+            for name, scale, prefill in tried
+        ]
+        results.update((tried[index], finished.run) for index, finished in run_all(tasks, workers))
+
+    simulate([(name, _step_ratio(taken, len(facts), profile), 1.0) for name, profile in PROFILES.items()])
+    near = sorted(results, key=lambda one: _error(measured, results[one]))[:FITS]
+    simulate(
+        [
+            (
+                name,
+                scale * measured.tpot_s.p50 / (results[name, scale, fill].tpot_s.p50 or measured.tpot_s.p50),
+                prefill,
+            )
+            for name, scale, fill in near
+            for prefill in PREFILL_SCALES
+        ]
+    )
+    name, scale, prefill = min(results, key=lambda one: _error(measured, results[one]))
+    return _fleet(facts, name, scale), prefill
+
+
+def _step_ratio(taken: _Taken, replicas: int, profile: Profile) -> float:
+    """Returns the measured time per token over the time of a step of `profile` with the mean number of sequences."""
+    records = taken.records[:FIT_REQUESTS]
+    running_s = sum(record.ended_s - record.arrived_s for record in records)
+    running = max(1, round(running_s / max(record.ended_s for record in records) / replicas))
+    context_tokens = round(fmean(one.arrival.prompt_tokens + one.output_tokens / 2 for one in records))
+    tpot_s = fmean(record.tpot_s for record in records if record.tpot_s is not None)
+    return tpot_s / profile.step_s(running, running * context_tokens, [])
+
+
+def _error(measured: RunResult, simulated: RunResult) -> float:
+    pairs = [
+        (getattr(one, name), getattr(other, name))
+        for one, other in ((measured.ttft_s, simulated.ttft_s), (measured.tpot_s, simulated.tpot_s))
+        for name in ("p50", "p95")
+    ]
+    return sum(abs(math.log(one / other)) if one and other else 1.0 for one, other in pairs)
+
+
+def _fleet(facts: Sequence[Mapping[str, Any]], profile_name: str, scale: float) -> SimulatedFleet:
+    profile = _slower(PROFILES[profile_name], scale)
+    specs = []
+    for fact in facts:
+        kv_tokens = fact["kv_tokens"] or profile.kv_tokens
+        limit = fact["batch_limit"] or fact["batch_seen"] or MAX_NUM_SEQS
+        longest = min(fact["max_model_len"] or kv_tokens, kv_tokens - 16)
+        specs.append(ReplicaSpec(fact["name"], profile_name, profile, kv_tokens, longest, limit))
+    return SimulatedFleet(f"{len(specs)} replicas like {profile_name}, steps x{scale:.2f}", tuple(specs))
+
+
+def _slower(profile: Profile, scale: float) -> Profile:
+    def slower(pair: tuple[float, float]) -> tuple[float, float]:
+        return scale * pair[0], scale * pair[1]
+
+    return replace(
+        profile,
+        small_ms=slower(profile.small_ms),
+        large_ms=slower(profile.large_ms),
+        decode_ms=slower(profile.decode_ms),
+        prefill_ms=slower(profile.prefill_ms),
+        overhead_ms=scale * profile.overhead_ms,
+        frontend_s=scale * profile.frontend_s,
+    )
+
+
+def _fleet_file(fleet: SimulatedFleet) -> str:
+    """Returns the fleet as a file for `llmproxy simulate`."""
+    replicas = []
+    for spec in fleet.replicas:
+        costs = {name: cost for name, cost in asdict(spec.profile).items() if name != "prefill_factor"}
+        profile = rounded(
+            {"name": spec.profile_name, **{k: list(v) if isinstance(v, tuple) else v for k, v in costs.items()}}
+        )
+        sizes = {"kv_tokens": spec.kv_tokens, "max_model_len": spec.max_model_len, "max_num_seqs": spec.max_num_seqs}
+        replicas.append({"name": spec.name, "profile": rounded(profile), **sizes})
+    return f"# {fleet.name}\n{yaml.safe_dump({'replicas': replicas}, sort_keys=False)}"
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def _groups(measured: RunResult, before: RunResult, after: RunResult) -> Iterator[ExtraTable]:
+    for title, key in (("By band", "by_band"), ("By tenant", "by_tenant")):
+        runs = [getattr(run, key) for run in (measured, before, after)]
+        heads = ("", "requests", "in time: measured", "your router", "llmproxy", "TTFT p95, s: measured", "your router",
+                 "llmproxy", "wait p95, s: llmproxy", "TPOT p50, ms: measured", "llmproxy")  # fmt: skip
+        yield ExtraTable(title, heads, [_group(name, [run.get(name) for run in runs]) for name in runs[0]])
+
+
+def _group(name: str, found: Sequence[GroupResult | None]) -> list[str]:
+    def cells(write: Any, *path: str, of: Sequence[int] = (0, 1, 2)) -> Iterator[str]:
+        for i in of:
+            value: Any = found[i]
+            for step in path:
+                value = getattr(value, step, None)
+            yield MISSING if value is None else write(value)
+
+    return [
+        name, f"{found[0].offered:,}" if found[0] else MISSING, *cells("{:.1%}".format, "goodput"),
+        *cells(seconds, "ttft_s", "p95"), *cells(seconds, "queue_wait_s", "p95", of=(2,)),
+        *cells(milliseconds, "tpot_s", "p50", of=(0, 2)),
+    ]  # fmt: skip
+
+
+def _balance(facts: Sequence[Mapping[str, Any]], before: RunResult, after: RunResult) -> ExtraTable:
+    """Returns the table of replicas. The measured figures come from their metrics, and have all of their traffic."""
+    rows = []
+    for fact in facts:
+        queried = fact.get("queried_tokens")
+        row = [fact["name"], *(MISSING if fact.get(key) is None else f"{fact[key]:.4g}" for key in BALANCE)]
+        row.append(f"{fact['hit_tokens'] / queried:.1%}" if queried else MISSING)
+        for run in (before, after):
+            one = run.by_backend[fact["name"]]
+            tokens = one.hit_tokens + one.prefill_tokens
+            row += [f"{one.requests:,}", *(f"{mean or 0.0:.3g}" for mean in (one.mean_running, one.mean_waiting))]
+            row.append(f"{one.hit_tokens / tokens:.1%}" if tokens else MISSING)
+        rows.append(row)
+    heads = [f"{who} {what}" for who in ("measured", "your router", "llmproxy") for what in BALANCE_HEADS]
+    return ExtraTable("Balance and caches", ("replica", *heads), rows)
+
+
+BALANCE = ("requests", "running_mean", "waiting_mean")
+BALANCE_HEADS = ("requests", "running", "waiting", "cached")
+
+
+def _description(
+    folder: Path, fleet: SimulatedFleet, taken: _Taken, facts: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    return {
+        "trace": str(folder / REQUESTS),
+        "requests": len(taken.records),
+        "trace_duration_s": taken.records[-1].arrived_s,
+        "fleet": fleet.name,
+        "replicas": len(facts),
+        "facts": [dict(fact) for fact in facts],
+    }

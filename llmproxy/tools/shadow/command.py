@@ -1,0 +1,148 @@
+"""The command `shadow`: listens, passes on, records, and says each minute what it saw."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import ssl
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import orjson
+
+from llmproxy.config import Config
+from llmproxy.lifecycle.background import background_task
+from llmproxy.tools.doctor.look import look_at
+from llmproxy.tools.doctor.report import report
+from llmproxy.tools.shadow.pipe import Pipe, Router
+from llmproxy.tools.shadow.recorder import Recorder, Tally
+from llmproxy.tools.shadow.replicas import Replicas
+from llmproxy.tools.shadow.watcher import Held, HttpWatcher
+
+REQUESTS, REPLICAS = "requests.jsonl", "replicas.json"
+"""The files of a shadow."""
+SAY_EVERY_S = 60.0
+IDLE_S = 0.1
+UNREACHABLE = "clients that got 502, because the router was unreachable"
+UNWATCHED = "connections passed on unread"
+
+
+class ShadowError(Exception):
+    """The shadow cannot start. The message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The flags of the command. `config` has the backends."""
+
+    host: str
+    port: int
+    to: str
+    config: Config
+    out: Path
+    file_bytes_max: int
+
+
+def router_at(url: str) -> Router:
+    """Raises ShadowError for a URL that names no router."""
+    parts = urlsplit(url)
+    try:
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+    except ValueError:
+        port = 0
+    if parts.scheme not in ("http", "https") or not parts.hostname or not port or parts.path.strip("/"):
+        raise ShadowError(f"--to {url}: write the address of your router, without a path, like http://router:8000")
+    return Router(url, parts.hostname, port, ssl.create_default_context() if parts.scheme == "https" else None)
+
+
+async def run(options: Options, say: Callable[[str], None], stop: asyncio.Event | None = None) -> None:
+    """Passes requests on until the first signal, or until `stop`, and then until all open requests have ended or the
+    second signal. Raises ShadowError.
+    """
+    router = router_at(options.to)
+    backends = [one for one in options.config.backends if not one.looked_up]
+    replicas = await look_at(backends, options.config.backend_api_key)
+    say(report(replicas))
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        file = FileIO(options.out / REQUESTS, "x")
+    except FileExistsError:
+        raise ShadowError(f"{options.out} has a record: report on it with --report, or name another --out") from None
+    except OSError as error:
+        raise ShadowError(f"--out {options.out}: {error.strerror or error}") from None
+    loop, pipes = asyncio.get_running_loop(), set[Pipe]()
+    tally, held, polled = Tally(say), Held(), Replicas(replicas, options.config.backend_api_key)
+    adapters = [card.name for replica in replicas for card in replica.models if card.parent is not None]
+    recorder = Recorder(options.config, adapters, file, options.file_bytes_max, held, tally)
+
+    def accepted() -> asyncio.Protocol:
+        pipe = Pipe(
+            router,
+            lambda address: HttpWatcher(address, held, time.monotonic, recorder.take),
+            lambda error: tally.failed(UNWATCHED, error),
+            lambda: tally.counts.update([UNREACHABLE]),
+            pipes.discard,
+        )
+        pipes.add(pipe)
+        return pipe.client
+
+    stopping, at_once = stop or asyncio.Event(), asyncio.Event()
+
+    def signalled() -> None:
+        (at_once if stopping.is_set() else stopping).set()
+
+    async with AsyncExitStack() as stack:
+        stack.callback(recorder.close)
+        try:
+            server = await loop.create_server(accepted, options.host, options.port, backlog=4096)
+        except OSError as error:
+            raise ShadowError(f"--listen {options.host}:{options.port}: {error.strerror or error}") from None
+        port = server.sockets[0].getsockname()[1]
+        say(f"Passes {options.host}:{port} on to {options.to}, and records into {options.out}. Ctrl-C ends it.")
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, signalled)
+            stack.callback(loop.remove_signal_handler, number)
+        await stack.enter_async_context(background_task(recorder.run, "recorder"))
+        await stack.enter_async_context(background_task(polled.poll, "metrics"))
+
+        def note() -> None:
+            written = orjson.dumps(polled.facts(), option=orjson.OPT_INDENT_2)
+            aside = options.out / f"{REPLICAS}.new"
+            aside.write_bytes(written)
+            aside.replace(options.out / REPLICAS)
+
+        async def speak() -> None:
+            while True:
+                note()
+                await asyncio.sleep(SAY_EVERY_S)
+                say(_minute(tally, sum(pipe.busy for pipe in pipes)))
+
+        await stack.enter_async_context(background_task(speak, "summary"))
+        await stopping.wait()
+        server.close()
+        say("Ends when the open requests have ended. Ctrl-C again cuts them.")
+        while pipes and not at_once.is_set():
+            for pipe in [pipe for pipe in pipes if not pipe.busy]:
+                pipe.close()
+            await asyncio.sleep(IDLE_S)
+        for pipe in list(pipes):
+            pipe.close()
+        await recorder.catch_up()
+        note()
+    for name, count in tally.counts.items():
+        say(f"{count:>10,}  {name}")
+
+
+def _minute(tally: Tally, is_open: int) -> str:
+    """Returns a line about the time since the last one."""
+    first, tally.ttfts_s = sorted(tally.ttfts_s), []
+    times = ""
+    if first:
+        p50, p95 = (first[int(share * (len(first) - 1))] for share in (0.5, 0.95))
+        times = f", first token p50 {p50:.2f} s, p95 {p95:.2f} s of {len(first)} streams"
+    return f"{time.strftime('%H:%M')}  {tally.counts['requests']:,} requests so far, {is_open} open{times}"

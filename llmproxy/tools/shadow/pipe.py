@@ -1,0 +1,246 @@
+"""Passes each connection of a client on to a connection of its own to the router, byte by byte.
+
+Nothing is parsed on the way. Client and router see each other as they would without a shadow: framing, upgrades,
+half-closed connections, resets and slow readers included. A watcher gets a copy of the bytes after they were written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import Callable
+from fcntl import ioctl
+from ssl import SSLContext
+from termios import TIOCOUTQ
+from typing import NamedTuple, Protocol, cast
+
+from llmproxy.core.domain import Outcome
+from llmproxy.gateway.http.errors import Failure
+
+LINGER_S = 5.0
+"""How long a client may send after it got an error of the shadow, so that a reset does not destroy the error."""
+
+
+class Router(NamedTuple):
+    url: str
+    host: str
+    port: int
+    # None for plain HTTP.
+    tls: SSLContext | None = None
+
+
+class Watcher(Protocol):
+    """Reads the copies of one connection. Any exception ends the watching, and never the connection."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request has no complete answer."""
+
+    def asked(self, data: bytes) -> None:
+        """Reads bytes of the client."""
+
+    def answered(self, data: bytes) -> None:
+        """Reads bytes of the router."""
+
+    def closed(self, by_client: bool) -> None:
+        """Handles the end of the connection, once."""
+
+    def forget(self) -> None:
+        """Frees what is held, after a failure."""
+
+
+class Pipe:
+    """A client's connection and its connection to the router. `watch` gets the address of the client."""
+
+    def __init__(
+        self,
+        router: Router,
+        watch: Callable[[str], Watcher],
+        on_watch_failed: Callable[[Exception], None],
+        on_unreachable: Callable[[], None],
+        on_end: Callable[[Pipe], None],
+    ) -> None:
+        self._router = router
+        self._watch = watch
+        self._watcher: Watcher | None = None
+        self._on_watch_failed = on_watch_failed
+        self._on_unreachable = on_unreachable
+        self._on_end = on_end
+        self.client = _End(self)
+        self.server = _End(self)
+        self.client.peer, self.server.peer = self.server, self.client
+        self._connecting: asyncio.Task[None] | None = None
+        self._refused = b""
+        self._watched_end = self._over = False
+
+    @property
+    def busy(self) -> bool:
+        return self._watcher is None or self._watcher.busy
+
+    def begin(self, address: str) -> None:
+        """Connects to the router for a client with this address."""
+        try:
+            self._watcher = self._watch(address)
+        except Exception as error:  # noqa: BLE001 - as below
+            self._stop_watching(error)
+        self._connecting = asyncio.get_running_loop().create_task(self._connect())
+
+    async def _connect(self) -> None:
+        router, loop = self._router, asyncio.get_running_loop()
+        try:
+            await loop.create_connection(lambda: self.server, router.host, router.port, ssl=router.tls)
+        except OSError as error:
+            why = error.strerror or str(error)
+            message = f"llmproxy shadow cannot reach your router at {router.url}: {why}. Start it, or correct --to."
+            self._refused = Failure(Outcome.CONNECT_FAILED, message).raw()
+            self._on_unreachable()
+            self._refuse()
+        else:
+            # Before the write, which may pause it again.
+            self.client.resume()
+            if early := b"".join(self.client.early):
+                self.client.early.clear()
+                self.received(self.client, early)
+            if self.client.ended:
+                self.server.finish()
+
+    def _refuse(self) -> None:
+        """Answers the first bytes of the client with an error."""
+        transport = self.client.transport
+        if not self._refused or not self.client.early or transport is None or transport.is_closing():
+            return
+        transport.write(self._refused)
+        self._refused = b""
+        self.client.early.clear()
+        self.client.finish()
+        self.client.resume()
+        if self.client.ended:
+            transport.close()
+        asyncio.get_running_loop().call_later(LINGER_S, transport.abort)
+
+    def received(self, end: _End, data: bytes) -> None:
+        peer = end.peer
+        if peer.transport is None:
+            if self._connecting is not None and self._connecting.done() and not self._refused:
+                return  # The client got the error, and what it still sends goes nowhere.
+            end.early.append(data)
+            end.pause()
+            self._refuse()
+            return
+        if not peer.transport.is_closing():
+            peer.transport.write(data)
+        if self._watcher is not None:
+            try:
+                (self._watcher.asked if end is self.client else self._watcher.answered)(data)
+            except Exception as error:  # noqa: BLE001 - the bytes are on their way, whatever the watcher does
+                self._stop_watching(error)
+
+    def ended(self, end: _End) -> None:
+        """Passes on that `end` sends no more."""
+        if end is self.server:
+            self._watch_end()
+        if end.peer.transport is not None:
+            end.peer.finish()
+        elif self._connecting is not None and self._connecting.done():
+            self.close()
+        if end.peer.ended or self._router.tls is not None:
+            self.close()
+
+    def lost(self, end: _End, error: Exception | None) -> None:
+        self._watch_end()
+        if self._connecting is not None:
+            self._connecting.cancel()
+        if error is not None:
+            end.peer.reset()
+        elif end.peer.transport is not None:
+            end.peer.transport.close()
+        if not self._over and (self.client.gone and (self.server.gone or self.server.transport is None)):
+            self._over = True
+            self._on_end(self)
+
+    def close(self) -> None:
+        for end in (self.client, self.server):
+            if end.transport is not None:
+                end.transport.close()
+
+    def _watch_end(self) -> None:
+        if self._watcher is None or self._watched_end:
+            return
+        self._watched_end = True
+        try:
+            self._watcher.closed(by_client=self.client.ended or self.client.gone)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._stop_watching(error)
+
+    def _stop_watching(self, error: Exception) -> None:
+        if self._watcher is not None:
+            self._watcher.forget()
+        self._watcher = None
+        self._on_watch_failed(error)
+
+
+class _End(asyncio.Protocol):
+    """One of the two connections of a pipe."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        self._pipe = pipe
+        self.peer = self
+        self.transport: asyncio.Transport | None = None
+        # Bytes that came before the router was connected.
+        self.early: list[bytes] = []
+        # Whether the other side sends no more, and whether the connection is lost.
+        self.ended = self.gone = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        if self is self._pipe.client:
+            self._pipe.begin((transport.get_extra_info("peername") or ("",))[0])
+        elif self.peer.gone:
+            self.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        self._pipe.received(self, data)
+
+    def eof_received(self) -> bool:
+        self.ended = True
+        self._pipe.ended(self)
+        return self.transport is not None and self.transport.get_extra_info("sslcontext") is None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.gone = True
+        self._pipe.lost(self, exc)
+
+    def pause_writing(self) -> None:
+        self.peer.pause()
+
+    def resume_writing(self) -> None:
+        self.peer.resume()
+
+    def pause(self) -> None:
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.pause_reading()
+
+    def resume(self) -> None:
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    def finish(self) -> None:
+        """Sends the end after all bytes."""
+        if self.transport is not None and not self.transport.is_closing():
+            if self.transport.can_write_eof():
+                self.transport.write_eof()
+            else:
+                self.transport.close()
+
+    def reset(self) -> None:
+        """Ends the connection as the other one ended. Bytes that are still on their way go first, without a reset."""
+        if self.transport is None or self.transport.is_closing():
+            return
+        sock = self.transport.get_extra_info("socket")
+        unsent = struct.unpack("i", ioctl(sock.fileno(), TIOCOUTQ, bytes(4)))[0]
+        if unsent or self.transport.get_write_buffer_size():
+            self.transport.close()
+            return
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.transport.abort()

@@ -1,0 +1,214 @@
+"""Reads the exchanges of a connection from copies of its bytes: what was asked, what was answered, and when."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import httptools
+from multidict import CIMultiDict
+
+from llmproxy.gateway.http.routes import SCHEDULED, Route
+
+BODY_BYTES_MAX = 8 << 20
+"""The longest body of a request that is read."""
+ANSWER_BYTES_MAX = 1 << 20
+"""The longest answer that is kept whole. Of a longer one the end is kept, which has the usage."""
+TAIL_BYTES = 64 << 10
+HELD_BYTES_MAX = 64 << 20
+"""The most bytes of all bodies and answers together. Further requests are passed on, and counted as unread."""
+
+
+@dataclass(slots=True)
+class Exchange:
+    """A request and its answer. Instants are on the monotonic clock: that of uvloop has whole milliseconds."""
+
+    arrived_s: float
+    method: str = ""
+    path: str = ""
+    headers: CIMultiDict[str] = field(default_factory=CIMultiDict)
+    # The address of the client.
+    address: str = ""
+    # None if requests of this path are not scheduled.
+    route: Route | None = None
+    body: bytearray = field(default_factory=bytearray)
+    asked: bool = False
+    status: int = 0
+    answer_headers: CIMultiDict[str] = field(default_factory=CIMultiDict)
+    answer: bytearray = field(default_factory=bytearray)
+    # The end of a long answer is all that was kept.
+    cut: bool = False
+    # Bytes of body or answer were not kept.
+    unread: bool = False
+    first_byte_s: float | None = None
+    ended_s: float = 0.0
+    # The answer came to its end.
+    complete: bool = False
+    # The client left before the end.
+    left: bool = False
+
+
+class Held:
+    """The bytes of all exchanges that are held now."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def add(self, exchange: Exchange, into: bytearray, data: bytes, most: int) -> None:
+        """Adds `data` to the body or the answer of an exchange, within the limits."""
+        if exchange.unread:
+            return
+        if self.bytes + len(data) > HELD_BYTES_MAX or (into is exchange.body and len(into) + len(data) > most):
+            self.drop(exchange)
+            return
+        into += data
+        self.bytes += len(data)
+        if len(into) > most:
+            exchange.cut = True
+            gone = len(into) - TAIL_BYTES
+            del into[:gone]
+            self.bytes -= gone
+
+    def drop(self, exchange: Exchange) -> None:
+        """Forgets the bytes of an exchange."""
+        self.bytes -= len(exchange.body) + len(exchange.answer)
+        exchange.body, exchange.answer, exchange.unread = bytearray(), bytearray(), True
+
+
+class HttpWatcher:
+    """Reads one connection with llhttp. Upgrades, and methods whose answers have no body, end the watching."""
+
+    def __init__(
+        self, address: str, held: Held, now: Callable[[], float], on_exchange: Callable[[Exchange], None]
+    ) -> None:
+        self._address = address
+        self._held = held
+        self._now = now
+        self._on_exchange = on_exchange
+        self._open: deque[Exchange] = deque()
+        self._requests = _Requests(self)
+        self._answers = _Answers(self)
+        self._request_parser = httptools.HttpRequestParser(self._requests)
+        self._answer_parser = httptools.HttpResponseParser(self._answers)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._open)
+
+    def asked(self, data: bytes) -> None:
+        self._request_parser.feed_data(data)
+
+    def answered(self, data: bytes) -> None:
+        self._answer_parser.feed_data(data)
+
+    def closed(self, by_client: bool) -> None:
+        """Ends the open exchanges. Only an answer without a length ends regularly with its connection."""
+        while self._open:
+            exchange = self._open[0]
+            headers = exchange.answer_headers
+            until_close = "content-length" not in headers and "transfer-encoding" not in headers
+            exchange.left = by_client
+            self.end(complete=bool(exchange.status) and until_close and not by_client)
+
+    def forget(self) -> None:
+        for exchange in self._open:
+            self._held.drop(exchange)
+
+    # --- from the parsers ---------------------------------------------------------------------------------------------
+
+    def begin(self) -> Exchange:
+        exchange = Exchange(self._now(), address=self._address)
+        self._open.append(exchange)
+        return exchange
+
+    def route(self, exchange: Exchange, url: bytes) -> None:
+        exchange.method = self._request_parser.get_method().decode()
+        exchange.path = url.partition(b"?")[0].decode("latin-1")
+        if exchange.method in ("HEAD", "CONNECT"):
+            raise ValueError(f"answers to {exchange.method} are not read")
+        route = SCHEDULED.get(exchange.path)
+        exchange.route = route if route is not None and route.method == exchange.method else None
+
+    def body(self, exchange: Exchange, data: bytes) -> None:
+        if exchange.route is not None:
+            self._held.add(exchange, exchange.body, data, BODY_BYTES_MAX)
+
+    def answering(self) -> Exchange:
+        return self._open[0]
+
+    def answer_head(self) -> int:
+        status: int = self._answer_parser.get_status_code()
+        return status
+
+    def answer(self, data: bytes) -> None:
+        exchange = self._open[0]
+        if exchange.first_byte_s is None:
+            exchange.first_byte_s = self._now()
+        if exchange.route is not None:
+            self._held.add(exchange, exchange.answer, data, ANSWER_BYTES_MAX)
+
+    def end(self, *, complete: bool) -> None:
+        exchange = self._open.popleft()
+        exchange.ended_s, exchange.complete = self._now(), complete
+        self._on_exchange(exchange)
+
+
+class _Requests:
+    """The callbacks of the parser of requests."""
+
+    def __init__(self, watcher: HttpWatcher) -> None:
+        self._watcher = watcher
+        self._exchange: Exchange | None = None
+        self._url = b""
+
+    def on_message_begin(self) -> None:
+        self._exchange, self._url = self._watcher.begin(), b""
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._exchange is not None:
+            self._exchange.headers.add(name.decode("latin-1"), value.decode("utf-8", "surrogateescape"))
+
+    def on_headers_complete(self) -> None:
+        if self._exchange is not None:
+            self._watcher.route(self._exchange, self._url)
+
+    def on_body(self, body: bytes) -> None:
+        if self._exchange is not None:
+            self._watcher.body(self._exchange, body)
+
+    def on_message_complete(self) -> None:
+        if self._exchange is not None:
+            self._exchange.asked = True
+
+
+class _Answers:
+    """The callbacks of the parser of answers. Interim answers (1xx) are skipped."""
+
+    def __init__(self, watcher: HttpWatcher) -> None:
+        self._watcher = watcher
+        self._headers: CIMultiDict[str] = CIMultiDict()
+        self._interim = False
+
+    def on_message_begin(self) -> None:
+        self._headers = CIMultiDict()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers.add(name.decode("latin-1"), value.decode("latin-1"))
+
+    def on_headers_complete(self) -> None:
+        status = self._watcher.answer_head()
+        self._interim = status < 200
+        if not self._interim:
+            exchange = self._watcher.answering()
+            exchange.status, exchange.answer_headers = status, self._headers
+
+    def on_body(self, body: bytes) -> None:
+        self._watcher.answer(body)
+
+    def on_message_complete(self) -> None:
+        if not self._interim:
+            self._watcher.end(complete=True)

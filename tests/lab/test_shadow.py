@@ -1,0 +1,81 @@
+"""The report of a shadow: its engines are as fast as those that were measured, and it has all tables."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from llmproxy.config import Config
+from llmproxy.lab import shadow
+from llmproxy.lab.fleet.fleet_file import fleet_named
+from llmproxy.lab.results.result import SimulationResult
+from llmproxy.lab.run.replay import records_of
+from llmproxy.lab.shadow import predict
+from llmproxy.lab.simulate import Unusable
+from llmproxy.lab.simulator.engine.profiles import PROFILES
+from tests.lab.small import fleet, setup, traffic
+
+
+def record(folder: Path) -> None:
+    """Writes the record of a shadow in front of a simulated fleet."""
+    on = fleet(2)
+    lines = [
+        {
+            "at_s": one.arrived_s, "outcome": one.outcome.value, "status": 200, "model": "m", "stream": True,
+            "tenant": one.arrival.tenant, "prompt_tokens": one.arrival.prompt_tokens,
+            "output_tokens": one.output_tokens, "duration_s": one.ended_s - one.arrived_s, "ttft_s": one.ttft_s,
+            "tpot_s": one.tpot_s, "blocks": one.arrival.blocks,
+        }
+        for one in records_of(setup(traffic(120, rate=20.0), "round_robin", on))
+    ]  # fmt: skip
+    lines = [{name: value for name, value in line.items() if value is not None} for line in lines]
+    header = {"llmproxy_decisions": 1, "wall_time": "2026-11-21T10:00:00+00:00", "block_tokens": 64}
+    text = "".join(json.dumps(line) + "\n" for line in [header, *lines])
+    (folder / "requests.jsonl").write_text(text + '{"at_s": 4')
+    facts = [
+        {
+            "name": spec.name, "kv_tokens": spec.kv_tokens, "max_model_len": spec.max_model_len,
+            "batch_limit": spec.max_num_seqs, "batch_seen": None, "requests": 60.0, "running_mean": 3.0,
+            "waiting_mean": 0.0, "queried_tokens": 1000.0, "hit_tokens": 100.0,
+        }
+        for spec in on.replicas
+    ]  # fmt: skip
+    (folder / "replicas.json").write_text(json.dumps(facts))
+
+
+@pytest.mark.slow
+def test_the_report_fits_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = {name: PROFILES[name] for name in ("llama-8b-h100", "llama-70b-a100-tp4")}
+    monkeypatch.setattr(shadow, "PROFILES", few)
+    monkeypatch.setattr(shadow, "PREFILL_SCALES", (1.0, 2.0))
+    record(tmp_path)
+    predict(tmp_path, Config(), "round_robin", workers=1)
+    result = SimulationResult.model_validate_json((tmp_path / "result.json").read_bytes())
+    runs = {run.policy: run for run in result.runs}
+    measured, before = runs["measured"], runs["round_robin, simulated"]
+    after = runs["llmproxy (cost), simulated"]
+    assert measured.offered == before.offered == after.offered == 120
+    for one, other in ((measured.tpot_s, before.tpot_s), (measured.ttft_s, before.ttft_s)):
+        assert one.p50 is not None
+        assert other.p50 == pytest.approx(one.p50, rel=0.1)
+    report = (tmp_path / "report.html").read_text()
+    for title in ("By band", "By tenant", "Balance and caches", "Replicas", "This prediction cannot know"):
+        assert title in report
+    assert [spec.name for spec in fleet_named(str(tmp_path / "fleet.yaml")).replicas] == ["gpu-0", "gpu-1"]
+
+
+def test_a_record_without_streams_has_no_speed(tmp_path: Path) -> None:
+    record(tmp_path)
+    file = tmp_path / "requests.jsonl"
+    file.write_text(file.read_text().replace('"tpot_s"', '"other"'))
+    with pytest.raises(Unusable, match="no stream that was completed"):
+        predict(tmp_path, Config(), "round_robin")
+
+
+def test_an_empty_record(tmp_path: Path) -> None:
+    (tmp_path / "replicas.json").write_text("[]")
+    (tmp_path / "requests.jsonl").write_text("")
+    with pytest.raises(Unusable, match="nothing to report on"):
+        predict(tmp_path, Config(), "round_robin")

@@ -1,0 +1,89 @@
+"""`llmproxy shadow` from its start to its end, in front of a small router."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from typer.testing import CliRunner
+
+from llmproxy.cli import commands as cli
+from llmproxy.config import Config
+from llmproxy.tools.shadow import Options, ShadowError, run
+from tests.tools.doctor.servers import METRICS, engine
+
+WAIT_S = 10.0
+
+
+def options(router: str, replica: str, out: Path) -> Options:
+    return Options("127.0.0.1", 0, router, Config.model_validate({"backends": [replica]}), out, 1 << 20)
+
+
+async def test_from_start_to_end(tmp_path: Path) -> None:
+    held, stop = asyncio.Event(), asyncio.Event()
+    counters = 'vllm:request_success_total{finished_reason="stop"} 3.0\nvllm:prefix_cache_queries_total 8.0\n'
+
+    async def answer(request: web.Request) -> web.Response:
+        await held.wait()
+        return web.json_response({"usage": {"prompt_tokens": 9, "completion_tokens": 2}, "of": request.path})
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    said: list[str] = []
+    async with TestServer(app) as router, engine(metrics=METRICS + counters) as replica, asyncio.timeout(WAIT_S):
+        chosen = options(str(router.make_url("/")), str(replica.make_url("/")), tmp_path / "out")
+        shadow = asyncio.create_task(run(chosen, said.append, stop))
+        while not any("Passes" in text for text in said):  # noqa: ASYNC110 - the text is the only sign
+            await asyncio.sleep(0.01)
+        port = said[-1].split()[1].rpartition(":")[2]
+        async with aiohttp.ClientSession() as session:
+            url = f"http://127.0.0.1:{port}/v1/completions"
+            asked = asyncio.create_task(session.post(url, json={"prompt": "hello", "model": "m"}))
+            await asyncio.sleep(0.05)
+            stop.set()
+            await asyncio.sleep(0.05)
+            assert not shadow.done()
+            held.set()
+            assert (await (await asked).json())["of"] == "/v1/completions"
+        await shadow
+    lines = (tmp_path / "out" / "requests.jsonl").read_text().splitlines()
+    assert json.loads(lines[1])["prompt_tokens"] == 9
+    (fact,) = json.loads((tmp_path / "out" / "replicas.json").read_text())
+    assert (fact["kv_tokens"], fact["requests"]) == (16384, 0.0)
+    assert any("1  requests" in text for text in said)
+
+
+@pytest.mark.parametrize("url", ["router:8000", "http://router:8000/v1", "ftp://router", "http://", "http://a:99999"])
+async def test_addresses_that_are_no_router(tmp_path: Path, url: str) -> None:
+    async with engine() as replica:
+        with pytest.raises(ShadowError, match="--to"):
+            await run(options(url, str(replica.make_url("/")), tmp_path), print)
+
+
+async def test_a_record_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "requests.jsonl").write_text("a day\n")
+    async with engine() as replica:
+        with pytest.raises(ShadowError, match="has a record"):
+            await run(options("http://127.0.0.1:1", str(replica.make_url("/")), tmp_path), print)
+    assert (tmp_path / "requests.jsonl").read_text() == "a day\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ((), "give --to URL"),
+        (("--to", "http://a"), "give --to URL"),
+        (("--to", "http://a", "--backend", "http://b", "--listen", "8080"), "--listen HOST:PORT"),
+        (("--policy", "nonsense"), "unknown policy"),
+        (("--report", "--out", "nowhere"), "nothing to report on"),
+    ],
+)
+def test_wrong_flags(flags: tuple[str, ...], says: str) -> None:
+    result = CliRunner().invoke(cli.app, ["shadow", *flags])
+    assert result.exit_code == 2
+    assert says in result.output
