@@ -1,4 +1,4 @@
-"""What clients notice of a shadow in front of vllm-router, and its prediction beside what happens after the switch.
+"""A shadow in front of vllm-router: its effect on clients, and its prediction beside the times after the switch.
 
     python -m benchmarks.shadow --peers-venv DIR [--part bytes|faults|time|prediction]
 

@@ -135,7 +135,7 @@ def shadow(
 ) -> None:
     """Pass all requests on to your router unchanged, and predict what llmproxy would have changed.
 
-    Ctrl-C ends it and writes the report. --report writes one from the record of a shadow that may still run.
+    Ctrl-C ends it and writes the report. With --report, only write the report. The shadow may still run.
     """
     import uvloop
 

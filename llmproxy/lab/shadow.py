@@ -1,4 +1,4 @@
-"""The report of `llmproxy shadow`: what happened, and what the simulated fleet says would happen with llmproxy."""
+"""The report of `llmproxy shadow`: measured times beside simulated times, without and with llmproxy."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def check_policy(policy: str, config: Config) -> None:
 
 
 def predict(folder: Path, config: Config, policy: str, workers: int | None = None) -> None:
-    """Simulates the record in `folder` with `policy`, which stands for the router that was there, and with llmproxy.
+    """Simulates the record in `folder` with `policy`, the policy of the router, and with llmproxy.
 
     Prints the figures and writes `report.html`, `result.json` and `fleet.yaml`. Raises Unusable.
     """
@@ -112,7 +112,7 @@ def predict(folder: Path, config: Config, policy: str, workers: int | None = Non
         (folder / "fleet.yaml").write_text(_fleet_file(fleet))
         (folder / "result.json").write_bytes(to_bytes(result))
         (folder / "report.html").write_text(
-            page(result, "What llmproxy would change", [after.policy], Extra(tables, draw)), encoding="utf-8"
+            page(result, "The effect of llmproxy", [after.policy], Extra(tables, draw)), encoding="utf-8"
         )
     except OSError as error:
         raise Unusable(f"--out {folder}: {error.strerror}") from None
@@ -121,7 +121,7 @@ def predict(folder: Path, config: Config, policy: str, workers: int | None = Non
     console.print(f"Again, with other policies: {again} --prefill-scale {prefill_scale:g}", markup=False)
 
 
-# --- what was measured ------------------------------------------------------------------------------------------------
+# --- the measured times ----------------------------------------------------------------------------------------------
 
 
 def _taken(file: Path, config: Config) -> _Taken:

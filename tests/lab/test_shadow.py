@@ -1,4 +1,4 @@
-"""The report of a shadow: its engines are as fast as those that were measured, and it has all tables."""
+"""The report of a shadow: its engines are as fast as the measured ones, and it has all tables."""
 
 from __future__ import annotations
 

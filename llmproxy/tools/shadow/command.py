@@ -1,4 +1,4 @@
-"""The command `shadow`: listens, passes on, records, and says each minute what it saw."""
+"""The command `shadow`: listens, passes on, records, and prints a summary each minute."""
 
 from __future__ import annotations
 

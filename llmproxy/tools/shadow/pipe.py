@@ -47,7 +47,7 @@ class Watcher(Protocol):
         """Handles the end of the connection, once."""
 
     def forget(self) -> None:
-        """Frees what is held, after a failure."""
+        """Frees the memory of open requests, after a failure."""
 
 
 class Pipe:
@@ -123,7 +123,7 @@ class Pipe:
         peer = end.peer
         if peer.transport is None:
             if self._connecting is not None and self._connecting.done() and not self._refused:
-                return  # The client got the error, and what it still sends goes nowhere.
+                return  # The client got the error. Its further bytes are dropped.
             end.early.append(data)
             end.pause()
             self._refuse()
@@ -181,7 +181,7 @@ class Pipe:
 
 
 class _End(asyncio.Protocol):
-    """One of the two connections of a pipe."""
+    """A connection of a pipe, to the client or to the router."""
 
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe

@@ -1,7 +1,7 @@
 """Records each request of a shadow as a line of a decision log, which `llmproxy simulate` replays.
 
 A line has no text: the blocks of a prompt are numbers that mean nothing without a secret, which is forgotten at the
-end. Tenant and band are those that llmproxy would give the request.
+end. Tenant and band are as llmproxy would choose them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The replicas behind the router: what they are, and their load and caches while the shadow runs."""
+"""The replicas behind the router: their properties, and their load and caches while the shadow runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LINES = {
 
 @dataclass(slots=True)
 class _Seen:
-    """What the polls of one replica found."""
+    """The findings of the polls of one replica."""
 
     readings: int = 0
     running: int = 0

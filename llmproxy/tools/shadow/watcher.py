@@ -1,4 +1,4 @@
-"""Reads the exchanges of a connection from copies of its bytes: what was asked, what was answered, and when."""
+"""Reads the requests and answers of a connection, and their times, from copies of its bytes."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Day:
         return HttpWatcher("127.0.0.1", self.held, lambda: self.now_s, self.recorder.take)
 
     def exchange(self, asked: bytes, answered: Sequence[bytes], *, left: bool | None = None) -> None:
-        """One exchange; each part of the answer comes a second after the one before it."""
+        """An exchange; each part of the answer comes a second after the last."""
         watcher = self.connection()
         watcher.asked(asked)
         for part in answered:
