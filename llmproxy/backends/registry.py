@@ -56,6 +56,8 @@ class _Member:
     polling: asyncio.Task[None]
     drained: bool = False
     leaving: asyncio.Task[None] | None = None
+    # Moves the streams of a drained backend when the deadline of the drain is over.
+    moving: asyncio.Task[None] | None = None
 
 
 class BackendRegistry:
@@ -129,17 +131,23 @@ class BackendRegistry:
         for member in self._members.values():
             self._poll_anew(member)
 
-    def drain(self, name: str) -> None:
-        """Stops new requests to a backend until `undrain`, whatever its source says. Raises KeyError for an unknown
-        name.
+    def drain(self, name: str, deadline_s: float | None = None) -> None:
+        """Stops new requests to a backend until `undrain`, whatever its source says. After `deadline_s`, its streams go
+        on elsewhere. Raises KeyError for an unknown name.
         """
-        self._set_drained(self._members[name], drained=True)
+        member = self._members[name]
+        self._set_drained(member, drained=True)
+        if deadline_s is not None:
+            _cancel_move(member)
+            member.moving = spawned(self._move_streams(member, deadline_s), f"move the streams of {name}")
 
     def undrain(self, name: str) -> None:
         """Ends the drain of a backend. A backend that is being removed still gets no requests. Raises KeyError for an
         unknown name.
         """
-        self._set_drained(self._members[name], drained=False)
+        member = self._members[name]
+        self._set_drained(member, drained=False)
+        _cancel_move(member)
 
     def drain_on_join(self, names: Iterable[str]) -> None:
         """Drains these backends when they are added. An operator drained them in the previous process."""
@@ -169,6 +177,14 @@ class BackendRegistry:
         member.drained, member.since_s = drained, self._now()
         self._apply_drain(member)
         _log.info("backend_drained" if drained else "backend_undrained", backend=member.config.name)
+
+    async def _move_streams(self, member: _Member, deadline_s: float) -> None:
+        """Moves the streams of a drained backend after `deadline_s`, as soon as another backend is up."""
+        await asyncio.sleep(deadline_s)
+        health = self._pools.backends[member.config.name].health
+        while health.peers is None or not health.peers.others_up(health):  # noqa: ASYNC110 - the core has no events
+            await asyncio.sleep(1.0)
+        self._dispatcher.leaves(member.config.name, moves=True)
 
     def _apply_drain(self, member: _Member) -> None:
         drained = member.drained or member.leaving is not None or not _is_ready(member.config)
@@ -256,6 +272,7 @@ class BackendRegistry:
         await self._dispatcher.emptied(name)
         # No await from here on, so that no request can be sent to the empty backend meanwhile.
         member.polling.cancel()
+        _cancel_move(member)
         del self._members[name], self._backends[name], self._pollers[name]
         self._endpoints.replace(self._backends.values())
         self._pools.remove_backend(name)
@@ -278,7 +295,7 @@ class BackendRegistry:
         member.polling = self._polling(member.config)
 
     async def close(self) -> None:
-        tasks = [task for m in self._members.values() for task in (m.polling, m.leaving) if task is not None]
+        tasks = [task for m in self._members.values() for task in (m.polling, m.leaving, m.moving) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -310,6 +327,11 @@ class BackendRegistry:
         return BackendStatus(
             config.name, config.url, config.role, member.source, state, in_flight, member.since_s, config.group
         )
+
+
+def _cancel_move(member: _Member) -> None:
+    if member.moving is not None:
+        member.moving.cancel()
 
 
 def _uid(backend: BackendConfig) -> str:

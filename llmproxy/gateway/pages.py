@@ -113,7 +113,7 @@ class OwnPages:
             return await self._adapters.serve(path, request)
         if methods := self._backends.methods(path):
             check_method(request, *methods)
-            return await self._backends.serve(path)
+            return await self._backends.serve(path, request)
         page = self._live.page(path) or self._scale.page(path) or self._pages.get(path)
         if page is None:
             raise nothing_at(path)

@@ -276,11 +276,13 @@ class Dispatcher:
         self.pools.catalogue.expecting = expected
         self.reconsider()
 
-    def leaves(self, backend: str) -> None:
-        """Tells the holders of leases on `backend` that it was drained, so that its end is no crash."""
+    def leaves(self, backend: str, *, moves: bool = False) -> None:
+        """Tells the holders of leases on `backend` that it was drained, so that its end is no crash. If it `moves`,
+        attempts that can go on elsewhere end now.
+        """
         for lease in self._leases.values():
             if lease.backend == backend:
-                self._cuts.add(partial(lease.cut, leaving=True))
+                self._cuts.add(partial(lease.cut, hung=moves, leaving=True))
 
     async def emptied(self, backend: str) -> None:
         """Waits until nothing is in flight on a backend, and no other backend may still fetch a prompt from it.

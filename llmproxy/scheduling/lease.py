@@ -47,7 +47,8 @@ class Lease(Struct, eq=False):
     usage: Usage | None = None  # Set by the holder too.
     on_cut: Callable[[], None] | None = None  # Called after a flag below was set. All but `leaving` end the attempt.
     revoked: bool = False  # The backend is gone, so no answer will come.
-    # The backend hangs. The holder may ignore this if its answer has begun and can only go on there.
+    # The backend hangs, or it is `leaving` and its time is over. The holder may ignore this if its answer has begun and
+    # can only go on there.
     hung: bool = False
     # A request of a higher band needs the place. The holder may ignore this if its answer has begun.
     preempted: bool = False

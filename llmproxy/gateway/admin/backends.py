@@ -12,12 +12,13 @@ from llmproxy.config import ConfigError
 from llmproxy.config.reload import Reloader
 from llmproxy.core.domain import Outcome
 from llmproxy.core.snapshot import BackendStatus
-from llmproxy.gateway.admin.debug import page_response
+from llmproxy.gateway.admin.debug import page_response, query_number
 from llmproxy.gateway.admin.explained import page_fields
 from llmproxy.gateway.http.errors import Failure, error_fields
 
 BACKENDS = "/admin/backends"
 RELOAD = "/admin/reload"
+DEADLINE_MAX_S = 86_400
 DRAINING = re.compile(rf"{BACKENDS}/(.{{1,300}})/(drain|undrain)", re.DOTALL)
 
 
@@ -30,8 +31,8 @@ class DrainableBackends(Protocol):
     def status(self, name: str) -> BackendStatus:
         """The status of one backend."""
 
-    def drain(self, name: str) -> None:
-        """Send no new requests to a backend."""
+    def drain(self, name: str, deadline_s: float | None) -> None:
+        """Send no new requests to a backend. After `deadline_s`, move its streams."""
 
     def undrain(self, name: str) -> None:
         """Send new requests to a backend again."""
@@ -54,7 +55,7 @@ class BackendRoutes:
             return ("GET", "HEAD")
         return ("POST",) if path == RELOAD or DRAINING.fullmatch(path) else ()
 
-    async def serve(self, path: str) -> web.Response:
+    async def serve(self, path: str, request: web.BaseRequest) -> web.Response:
         """Serve a path for which `methods` is not empty. Raises Failure."""
         if path == BACKENDS:
             return page_response({"backends": [self._shown(status) for status in self._backends.statuses()]})
@@ -64,7 +65,10 @@ class BackendRoutes:
         assert found is not None
         name, verb = found.groups()
         try:
-            (self._backends.drain if verb == "drain" else self._backends.undrain)(name)
+            if verb == "undrain":
+                self._backends.undrain(name)
+            else:
+                self._backends.drain(name, _deadline_s(request))
             return page_response(self._shown(self._backends.status(name)))
         except KeyError:
             message = f"There is no backend `{name}`; see {BACKENDS}."
@@ -89,3 +93,13 @@ class BackendRoutes:
                 "needs_restart": [str(change) for change in done.needs_restart],
             }
         )
+
+
+def _deadline_s(request: web.BaseRequest) -> int | None:
+    """The seconds until the streams of a drained backend move, None without a deadline. Raises Failure (400)."""
+    deadline_s = query_number(request, "deadline_s", 0, DEADLINE_MAX_S)
+    if deadline_s is None and "deadline_s" in request.query:
+        raise Failure(
+            Outcome.BAD_REQUEST, f"deadline_s must be an integer from 1 to {DEADLINE_MAX_S}.", param="deadline_s"
+        )
+    return deadline_s

@@ -139,7 +139,7 @@ class Relay:
 
         async def move() -> None:
             heard_s = call.heard_s
-            if await may_continue() and call.heard_s == heard_s:
+            if await may_continue() and (lease.leaving or call.heard_s == heard_s):
                 call.cut()
 
         def cut() -> None:
@@ -151,7 +151,8 @@ class Relay:
                 call.cut()
             elif not attempt.committed:
                 # The last attempt at the rest of a stream waits, because the stream would break.
-                if lease.preempted or (lease.hung and (lease.movable or call.rest_of is None)):
+                waits = call.rest_of is not None or lease.leaving
+                if lease.preempted or (lease.hung and (lease.movable or not waits)):
                     call.cut()
             elif lease.hung and call.holds and not arrived and (moving is None or moving.done()):
                 moving = spawned(move(), "move a stream")
@@ -334,7 +335,10 @@ class Relay:
             attempt.fail(lost, Cause.GONE, message)
         elif lease.hung and call.was_cut:
             lost = Outcome.BROKEN_STREAM if attempt.committed else Outcome.CONNECT_FAILED
-            attempt.fail(lost, Cause.HUNG, "The backend hangs: the proxy gave up waiting.")
+            if lease.leaving:
+                attempt.fail(lost, Cause.GONE, "The backend was drained, and the deadline of the drain is over.")
+            else:
+                attempt.fail(lost, Cause.HUNG, "The backend hangs: the proxy gave up waiting.")
         elif lease.preempted and not attempt.committed:
             attempt.enter(AttemptState.FAILED)
             attempt.outcome, attempt.verdict = Outcome.INTERNAL, Verdict.PREEMPTED
