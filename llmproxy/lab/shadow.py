@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from llmproxy.lab.run.identity import IdentityReader
 from llmproxy.lab.run.runs import Simulation, run_all
 from llmproxy.lab.simulate import Unusable
 from llmproxy.lab.simulator.engine.profiles import PROFILES, Profile
-from llmproxy.lab.traces import open_trace
+from llmproxy.lab.traces import decisions
 from llmproxy.lab.traces.arrival import TraceError
 from llmproxy.lab.variants import resized
 from llmproxy.tools.shadow.command import REPLICAS, REQUESTS
@@ -126,37 +127,33 @@ def predict(folder: Path, config: Config, policy: str, workers: int | None = Non
 
 def _taken(file: Path, config: Config) -> _Taken:
     """Reads the last requests of a record. Raises TraceError."""
-    lines = sorted(_lines(file), key=lambda line: line["at_s"])
-    arrivals = list(open_trace(file).arrivals())
-    skip = max(0, len(arrivals) - REQUESTS_MAX)
-    # A line that was written between the two readings is left out.
-    pairs = list(zip(arrivals, lines, strict=False))[skip:]
-    identities, zero_s = IdentityReader(config), pairs[0][0].at_s
+    texts: deque[tuple[int, str]] = deque(maxlen=REQUESTS_MAX)
+    count = 0
+    with file.open() as opened:
+        for number, text in enumerate(opened, 1):
+            # The last line of a running shadow may be incomplete, and the first is no request.
+            if text.endswith("\n") and number > 1:
+                texts.append((number, text))
+                count += 1
+    arrivals = decisions.arrivals(file, lambda: iter(texts))
+    lines = sorted((orjson.loads(text) for _, text in texts), key=lambda line: line["at_s"])
+    identities = IdentityReader(config)
     records = [
         Record(
-            replace(arrival, at_s=arrival.at_s - zero_s),
-            arrival.at_s - zero_s,
+            arrival,
+            arrival.at_s,
             identities.band(arrival),
             Outcome(line["outcome"]),
-            ended_s=arrival.at_s - zero_s + line["duration_s"],
+            ended_s=arrival.at_s + line["duration_s"],
             ttft_s=line.get("ttft_s"),
             tpot_s=line.get("tpot_s"),
             hit_tokens=line.get("cached_tokens", 0),
             output_tokens=arrival.output_tokens,
         )
-        for arrival, line in pairs
+        for arrival, line in zip(arrivals, lines, strict=True)
     ]
     nothing = SimulatedFleet("", ())
-    return _Taken(records, Simulation(str(file), nothing, config, skip=skip, requests=len(records)))
-
-
-def _lines(file: Path) -> Iterator[dict[str, Any]]:
-    with file.open("rb") as opened:
-        for text in opened:
-            # The last line of a running shadow may be incomplete.
-            if text.endswith(b"\n") and "at_s" in (line := orjson.loads(text)):
-                line.pop("blocks", None)
-                yield line
+    return _Taken(records, Simulation(str(file), nothing, config, skip=count - len(records), requests=len(records)))
 
 
 def _measured(records: Sequence[Record], fleet: SimulatedFleet, prefill_scale: float) -> RunResult:

@@ -7,7 +7,7 @@ import signal
 import ssl
 import time
 from collections.abc import Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -17,6 +17,7 @@ import orjson
 
 from llmproxy.config import Config
 from llmproxy.lifecycle.background import background_task
+from llmproxy.lifecycle.descriptors import raise_limit
 from llmproxy.tools.doctor.look import look_at
 from llmproxy.tools.doctor.report import report
 from llmproxy.tools.shadow.pipe import Pipe, Router
@@ -64,10 +65,17 @@ async def run(options: Options, say: Callable[[str], None], stop: asyncio.Event 
     """Passes requests on until the first signal, or until `stop`, and then until all open requests have ended or the
     second signal. Raises ShadowError.
     """
+
+    def tell(text: str) -> None:
+        # A terminal that is gone must fail no request.
+        with suppress(OSError, ValueError):
+            say(text)
+
     router = router_at(options.to)
+    raise_limit()
     backends = [one for one in options.config.backends if not one.looked_up]
     replicas = await look_at(backends, options.config.backend_api_key)
-    say(report(replicas))
+    tell(report(replicas))
     try:
         options.out.mkdir(parents=True, exist_ok=True)
         file = FileIO(options.out / REQUESTS, "x")
@@ -76,7 +84,7 @@ async def run(options: Options, say: Callable[[str], None], stop: asyncio.Event 
     except OSError as error:
         raise ShadowError(f"--out {options.out}: {error.strerror or error}") from None
     loop, pipes = asyncio.get_running_loop(), set[Pipe]()
-    tally, held, polled = Tally(say), Held(), Replicas(replicas, options.config.backend_api_key)
+    tally, held, polled = Tally(tell), Held(), Replicas(replicas, options.config.backend_api_key)
     adapters = [card.name for replica in replicas for card in replica.models if card.parent is not None]
     recorder = Recorder(options.config, adapters, file, options.file_bytes_max, held, tally)
 
@@ -101,9 +109,10 @@ async def run(options: Options, say: Callable[[str], None], stop: asyncio.Event 
         try:
             server = await loop.create_server(accepted, options.host, options.port, backlog=4096)
         except OSError as error:
+            (options.out / REQUESTS).unlink()
             raise ShadowError(f"--listen {options.host}:{options.port}: {error.strerror or error}") from None
         port = server.sockets[0].getsockname()[1]
-        say(f"Passes {options.host}:{port} on to {options.to}, and records into {options.out}. Ctrl-C ends it.")
+        tell(f"Passes {options.host}:{port} on to {options.to}, and records into {options.out}. Ctrl-C ends it.")
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, signalled)
             stack.callback(loop.remove_signal_handler, number)
@@ -111,21 +120,23 @@ async def run(options: Options, say: Callable[[str], None], stop: asyncio.Event 
         await stack.enter_async_context(background_task(polled.poll, "metrics"))
 
         def note() -> None:
-            written = orjson.dumps(polled.facts(), option=orjson.OPT_INDENT_2)
             aside = options.out / f"{REPLICAS}.new"
-            aside.write_bytes(written)
-            aside.replace(options.out / REPLICAS)
+            try:
+                aside.write_bytes(orjson.dumps(polled.facts(), option=orjson.OPT_INDENT_2))
+                aside.replace(options.out / REPLICAS)
+            except OSError as error:
+                tally.failed(f"{REPLICAS} not written", error)
 
         async def speak() -> None:
             while True:
                 note()
                 await asyncio.sleep(SAY_EVERY_S)
-                say(_minute(tally, sum(pipe.busy for pipe in pipes)))
+                tell(_minute(tally, sum(pipe.busy for pipe in pipes)))
 
         await stack.enter_async_context(background_task(speak, "summary"))
         await stopping.wait()
         server.close()
-        say("Ends when the open requests have ended. Ctrl-C again cuts them.")
+        tell("Ends when the open requests have ended. Ctrl-C again cuts them.")
         while pipes and not at_once.is_set():
             for pipe in [pipe for pipe in pipes if not pipe.busy]:
                 pipe.close()
@@ -135,7 +146,7 @@ async def run(options: Options, say: Callable[[str], None], stop: asyncio.Event 
         await recorder.catch_up()
         note()
     for name, count in tally.counts.items():
-        say(f"{count:>10,}  {name}")
+        tell(f"{count:>10,}  {name}")
 
 
 def _minute(tally: Tally, is_open: int) -> str:

@@ -17,7 +17,10 @@ from typing import NamedTuple, Protocol, cast
 
 from llmproxy.core.domain import Outcome
 from llmproxy.gateway.http.errors import Failure
+from llmproxy.lifecycle.descriptors import errno_reason
 
+IDLE_S = 10.0
+"""A connection that is not watched counts as idle after this time without a byte."""
 LINGER_S = 5.0
 """How long a client may send after it got an error of the shadow, so that a reset does not destroy the error."""
 
@@ -73,10 +76,13 @@ class Pipe:
         self._connecting: asyncio.Task[None] | None = None
         self._refused = b""
         self._watched_end = self._over = False
+        self._last_byte_s = 0.0
 
     @property
     def busy(self) -> bool:
-        return self._watcher is None or self._watcher.busy
+        if self._watcher is not None:
+            return self._watcher.busy
+        return asyncio.get_running_loop().time() - self._last_byte_s < IDLE_S
 
     def begin(self, address: str) -> None:
         """Connects to the router for a client with this address."""
@@ -90,9 +96,11 @@ class Pipe:
         router, loop = self._router, asyncio.get_running_loop()
         try:
             await loop.create_connection(lambda: self.server, router.host, router.port, ssl=router.tls)
-        except OSError as error:
-            why = error.strerror or str(error)
-            message = f"llmproxy shadow cannot reach your router at {router.url}: {why}. Start it, or correct --to."
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or str(error)
+            lack = errno_reason(error) if isinstance(error, OSError) else None
+            advice = f"llmproxy shadow lacks a resource: {lack}" if lack else "Start it, or correct --to"
+            message = f"llmproxy shadow cannot reach your router at {router.url}: {why}. {advice}."
             self._refused = Failure(Outcome.CONNECT_FAILED, message).raw()
             self._on_unreachable()
             self._refuse()
@@ -130,6 +138,7 @@ class Pipe:
             return
         if not peer.transport.is_closing():
             peer.transport.write(data)
+        self._last_byte_s = asyncio.get_running_loop().time()
         if self._watcher is not None:
             try:
                 (self._watcher.asked if end is self.client else self._watcher.answered)(data)
