@@ -6,7 +6,7 @@ BIN := .venv/bin
 # compile the program and its libraries anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-rest lint types contracts unit slow durations calls browser deploy-test tour numbers newest fuzz hostile chaos compat monitoring bench live lab lab-full docs reference lock audit sbom clean
+.PHONY: demo test test-all test-rest lint types contracts unit slow durations calls browser deploy-test tour numbers newest fuzz hostile chaos compat monitoring bench live lab lab-full docs reference lock audit sbom dist image image-test clean
 
 # A virtual environment with the program and the packages of locks $(1).
 define environment
@@ -59,7 +59,8 @@ types: .venv
 contracts: .venv
 	$(BIN)/lint-imports
 
-PYTEST := $(BIN)/pytest -n auto --dist worksteal --ignore=tests/browser
+# The installed wheel belongs to `make deploy-test`: each worker would install it anew.
+PYTEST := $(BIN)/pytest -n auto --dist worksteal --ignore=tests/browser --ignore=tests/deploy/test_installed.py
 # One worker more than cores, because many fast tests wait for sockets and processes.
 unit: .venv
 	$(PYTEST) -n $$(expr $$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN) + 1) -m "not slow"
@@ -83,7 +84,7 @@ browser: .venv
 	    $(PYTHON) .ci/install.py $(BIN)/python .ci/browser.txt && $(BIN)/pytest tests/browser; \
 	fi
 
-# The chart and the bases of kustomize, rendered and judged without a cluster. What is installed for it takes 300 MB, so
+# The wheel, installed alone; the chart and the bases of kustomize, rendered and judged without a cluster. What is installed for it takes 300 MB, so
 # that `make test` skips the parts that need it.
 deploy-test: .venv
 	@$(PYTHON) .ci/install.py $(BIN)/python .ci/deploy.txt
@@ -213,6 +214,23 @@ sbom: .venv-tools
 	@mkdir -p dist
 	.venv-tools/bin/cyclonedx-py requirements .ci/runtime.txt --pyproject pyproject.toml --mc-type application \
 	    --output-reproducible --output-format JSON --output-file dist/llmproxy.cdx.json
+
+# The files of a release in dist/, with checksums and notes. TAG=v1.2.3 must be the version of the code.
+TAG ?=
+dist: .venv
+	rm -rf dist
+	$(MAKE) --no-print-directory sbom
+	@$(PYTHON) .ci/install.py $(BIN)/python .ci/deploy.txt
+	$(BIN)/python .ci/release.py $(TAG)
+
+# The container image; DOCKER may be podman, whose images have the health check with BUILD="--format docker".
+DOCKER ?= docker
+IMAGE ?= llmproxy
+image:
+	$(DOCKER) build --tag $(IMAGE) $(BUILD) .
+
+image-test: .venv
+	LLMPROXY_TEST_IMAGE=$(IMAGE) DOCKER=$(DOCKER) $(BIN)/pytest tests/deploy/test_image.py
 
 clean:
 	rm -rf .cache site .venv .venv-compat .venv-docs .venv-hostile .venv-newest .venv-tools .mypy_cache .ruff_cache .import_linter_cache .hypothesis .pytest_cache dist

@@ -45,6 +45,43 @@ def test_wheel_is_llmproxy_lb_with_package_and_command_llmproxy(
     assert "llmproxy/py.typed" in names
 
 
+# --- a release --------------------------------------------------------------------------------------------------------
+
+RELEASE = runpy.run_path(str(ROOT / ".ci" / "release.py"))
+CHANGELOG = """# Changelog
+
+## [Unreleased]: 0.2.0
+
+**New.** [Page](docs/page.md), [elsewhere](https://example.org).
+
+## [0.1.0]: 2026-11-01
+
+**First.**
+"""
+
+
+@pytest.mark.parametrize(
+    ("tag", "notes"),
+    [
+        ("v0.1.0", "**First.**\n"),
+        (None, "**New.** [Page](https://github.com/llmproxy-lb/llmproxy/blob/main/docs/page.md), "
+         "[elsewhere](https://example.org).\n"),
+    ],
+)  # fmt: skip
+def test_notes_are_a_part_of_the_changelog_with_links_that_lead_somewhere(tag: str | None, notes: str) -> None:
+    assert RELEASE["notes"](CHANGELOG, tag) == notes
+
+
+@pytest.mark.parametrize("tag", ["v0.2.0", "v9"])
+def test_a_release_without_a_part_of_the_changelog_is_refused(tag: str) -> None:
+    with pytest.raises(SystemExit, match="has no part that begins with"):
+        RELEASE["notes"](CHANGELOG, tag)
+
+
+def test_the_chart_is_of_this_version() -> None:
+    assert RELEASE["version"]() == __version__
+
+
 # --- the recipe of the image ------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import yaml
 
-from llmproxy import __version__
 from llmproxy.config import load
 from llmproxy.config.changes import NEEDS_RESTART
 from llmproxy.config.config import Config
@@ -339,9 +338,11 @@ def test_unworkable_values_are_refused_with_a_reason(values: Any, words: str) ->
 # --- the chart and the program ----------------------------------------------------------------------------------------
 
 
-def test_the_chart_is_of_this_version() -> None:
-    about = yaml.safe_load((CHART / "Chart.yaml").read_text())
-    assert about["appVersion"] == __version__
+def test_a_packaged_chart_renders_like_the_folder(tmp_path: Path) -> None:
+    helm = pytest.importorskip("helm_python", reason=MISSING.format("helm-python-sdk"))
+    values = helm.values_from_yaml(MINIMAL)
+    with helm.Chart.load(helm.package(CHART, destination=tmp_path)) as packaged, helm.Chart.load(CHART) as folder:
+        assert packaged.render(values, name="a") == folder.render(values, name="a")
 
 
 def test_defaults_in_templates_equal_the_programs() -> None:

@@ -33,10 +33,11 @@ def free_ports(count: int) -> list[str]:
             one.close()
 
 
-def run(page: Path, folder: Path) -> Iterator[tuple[int, str, str]]:
+def run(page: Path, folder: Path, programs: Path = Path(sys.executable).parent) -> Iterator[tuple[int, str, str]]:
     """Run a page. Returns line, expected output and output of each block with an expected output.
 
-    Raises AssertionError if a block fails or the page takes longer than TIMEOUT_S.
+    `programs` is a folder with `llmproxy`. Raises AssertionError if a block fails or the page takes longer than
+    TIMEOUT_S.
     """
     ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
     names = re.compile("|".join(PORTS))
@@ -55,7 +56,7 @@ def run(page: Path, folder: Path) -> Iterator[tuple[int, str, str]]:
             )
     work = folder / "work"
     work.mkdir()
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    path = f"{programs}:{os.environ['PATH']}"
     bash = subprocess.Popen(
         ["bash", "-c", "\n".join(script)], cwd=work, env={**os.environ, "PATH": path, "HOME": str(work)},
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,

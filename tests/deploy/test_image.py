@@ -1,0 +1,59 @@
+"""The image runs without rights on a read-only file system; `make image-test` names the image."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from llmproxy import __version__
+
+IMAGE = os.environ.get("LLMPROXY_TEST_IMAGE", "")
+ENGINE = os.environ.get("DOCKER", "docker")
+PORT = "9000"
+START_MAX_S = 60.0
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not IMAGE, reason="`make image` and `make image-test` run it")]
+
+
+def engine(*words: str) -> str:
+    return subprocess.run([ENGINE, *words], check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def container() -> Iterator[str]:
+    """A running container that has no rights beyond those of any user, and no configuration but its port."""
+    closed = ("--read-only", "--cap-drop=ALL", "--security-opt=no-new-privileges")
+    name = engine("run", "--detach", *closed, "--env", f"LLMPROXY_PORT={PORT}", IMAGE)
+    yield name
+    engine("rm", "--force", name)
+
+
+def test_version() -> None:
+    assert engine("run", "--rm", IMAGE, "--version") == f"llmproxy {__version__}"
+
+
+def test_health_check_succeeds(container: str) -> None:
+    kind, *command = json.loads(engine("inspect", "--format", "{{json .Config.Healthcheck.Test}}", container))
+    assert kind == "CMD"
+    end_s = time.monotonic() + START_MAX_S
+    while subprocess.run([ENGINE, "exec", container, *command], check=False, capture_output=True).returncode:
+        assert time.monotonic() < end_s, engine("logs", container)
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize(
+    ("code", "printed"),
+    [
+        ("import os; print(os.getuid(), os.getgid())", "65532 65532"),
+        ("import importlib.util as u; print(u.find_spec('pip'), u.find_spec('valkey') is not None)", "None True"),
+        ("import sysconfig; print('--enable-optimizations' in sysconfig.get_config_var('CONFIG_ARGS'))", "True"),
+    ],
+    ids=["no-root", "packages", "profile-guided"],
+)
+def test_inside(code: str, printed: str, container: str) -> None:
+    assert engine("exec", container, "python", "-c", code) == printed
