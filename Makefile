@@ -6,7 +6,7 @@ BIN := .venv/bin
 # compile the program and its libraries anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-rest lint types contracts unit slow durations calls browser deploy-test tour numbers newest fuzz hostile chaos compat monitoring bench live lab lab-full docs reference lock audit sbom dist image image-test clean
+.PHONY: demo test test-all test-rest lint types contracts unit slow durations calls browser deploy-test tour film numbers newest fuzz hostile chaos compat monitoring bench live lab lab-full docs reference lock audit sbom dist image image-test clean
 
 # A virtual environment with the program and the packages of locks $(1).
 define environment
@@ -93,6 +93,10 @@ deploy-test: .venv
 # The pictures of the documentation, of the demo in a real browser; two minutes.
 tour: browser
 	$(BIN)/python -m tests.browser.tour
+
+# The moving picture of the README: the demo in a terminal, and its page in a real browser; a minute.
+film: browser
+	$(BIN)/python -m tests.browser.film
 
 # The numbers of the page beside those of /metrics and of a client, over a minute.
 numbers: browser
