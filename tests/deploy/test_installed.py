@@ -64,7 +64,7 @@ class Installed:
 
     @contextmanager
     def running(self, *words: str, says: str, cwd: Path) -> Iterator[str]:
-        """Run a command. Yields the URL in what it prints, the group of the pattern `says`."""
+        """Run a command. Yields the URL that it prints: the group of the pattern `says`."""
         with subprocess.Popen(
             [*self._command, *words],
             cwd=cwd,
@@ -101,7 +101,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tested(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tested versions, as constraints: what the wheel needs is named by the wheel alone."""
+    """The tested versions, as constraints: only the wheel says which packages it needs."""
     file = tmp_path_factory.mktemp("constraints") / "constraints.txt"
     file.write_text(
         "\n".join(re.findall(r"^[\w.-]+==[^\\\n]+", (ROOT / ".ci/requirements.txt").read_text(), re.MULTILINE))
