@@ -1,4 +1,4 @@
-"""The files of docs/how-to/recipes.md do what the page says, with simulated replicas."""
+"""The files of the page of recipes keep its promises, with simulated replicas."""
 
 from __future__ import annotations
 
