@@ -150,8 +150,7 @@ class ReservationObserver(LeaseObserver):
     only_stages = True
 
     def __init__(self) -> None:
-        self.by_request: dict[str, tuple[Backend, int, str]] = {}
-        """Request id -> (decode backend, reserved sequences, name of the prefill backend)."""
+        self.by_request: dict[str, tuple[Backend, int, str]] = {}  # Request id -> (decode, sequences, prefill backend).
 
     def booked(self, lease: LeaseRecord, now: float) -> None:
         if lease.answers_on is not None:

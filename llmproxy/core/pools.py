@@ -86,8 +86,7 @@ class Pools:
         self.health_events: deque[tuple[str, EjectionEvent]] = deque(maxlen=HEALTH_EVENTS_MAX)
         self.faults = Faults()  # The exceptions that policies raised.
         self.schedulers: dict[str, Scheduler] = {}
-        self._left: list[Scheduler] = []
-        """Schedulers whose pool was merged into another one. They grant nothing; their leases continue."""
+        self._left: list[Scheduler] = []  # Schedulers of merged pools. They grant nothing; their leases continue.
         self._all: tuple[Scheduler, ...] = ()
         self._of_backend: dict[str, Scheduler] = {}
         self._of_lease: dict[int, Leases] = {}

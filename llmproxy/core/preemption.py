@@ -17,8 +17,7 @@ from llmproxy.core.queueing.headroom import Headroom
 from llmproxy.core.queueing.queue import Queued
 from llmproxy.core.settings import Settings
 
-PREEMPT_MAX = 4
-"""Maximum number of leases that are being preempted at a time, so that a burst does not empty the engines."""
+PREEMPT_MAX = 4  # Maximum number of simultaneous preemptions, so that a burst does not empty the engines.
 LOOK_MAX = 64  # Maximum number of leases, and of requests, that a pass examines.
 
 

@@ -10,12 +10,9 @@ from msgspec import Struct
 from llmproxy.core.domain import Verdict
 from llmproxy.core.token_bucket import TokenBucket
 
-RETRY_RESERVE = 1024.0
-"""Burst of the retry budget: a backend that dies fails its whole batch, and vLLM's largest default batch is 1,024."""
-RETRY_WAIT_MIN_S = 1.0
-"""Minimum queue time of a retry, because the failed attempt may have used up the time of the request."""
-COMPUTED_MAX = 2
-"""Maximum number of engines that may start a request. After a second failure the request itself is the likely cause."""
+RETRY_RESERVE = 1024.0  # Burst of the retry budget: the batch of a dead backend, 1,024 by default in vLLM.
+RETRY_WAIT_MIN_S = 1.0  # Minimum queue time of a retry, because the failed attempt may have used up the time.
+COMPUTED_MAX = 2  # Maximum number of engines that may start a request, which then is the likely cause.
 PLANNED_MAX = 8
 """Maximum number of planned ends that are not counted as failed attempts of a request. A rolling restart rarely hits a
 stream more than three times. An engine might abort every answer."""

@@ -10,8 +10,7 @@ from llmproxy.core.domain import IDLE, Role
 from llmproxy.core.scaling.groups import Group
 
 IDLE_CEILING = 0.01  # Under this ceiling, only a backend without any request takes a request of the band `idle`.
-BELOW_HIGHEST = 0.99
-"""Maximum ceiling of a lower band, as a share of the highest ceiling, so that some KV cache stays for the highest."""
+BELOW_HIGHEST = 0.99  # Maximum ceiling of lower bands, as a share of the highest, to keep some KV cache free.
 
 
 @dataclass(frozen=True, slots=True)

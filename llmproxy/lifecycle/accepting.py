@@ -16,8 +16,7 @@ import structlog
 from llmproxy.lifecycle.descriptors import errno_reason
 
 BACKLOG = 4096
-ACCEPTS_MAX = 64
-"""The most connections accepted in one turn. Each takes about 0.2 ms, and thousands of clients may come at once."""
+ACCEPTS_MAX = 64  # The most connections accepted in one turn, because each takes about 0.2 ms.
 RETRY_S = 0.1  # Pause of accepting after this process or machine ran out of a resource, such as descriptors.
 LOG_S = 60.0  # Minimum interval of the log line about a pause.
 

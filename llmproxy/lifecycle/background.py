@@ -9,9 +9,7 @@ from typing import Any
 
 import structlog
 
-PAUSE_MIN_S, PAUSE_MAX_S = 0.2, 30.0
-"""Failed work restarts after a pause. The pause doubles with each failure, and is reset after the work has run for the
-longest pause."""
+PAUSE_MIN_S, PAUSE_MAX_S = 0.2, 30.0  # Pauses before failed work restarts, doubled by each failure.
 
 Work = Callable[[], Coroutine[Any, Any, None]]
 _log = structlog.get_logger()

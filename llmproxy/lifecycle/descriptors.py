@@ -13,8 +13,7 @@ from contextlib import suppress
 
 from llmproxy.config import ClientsConfig, Config
 
-OPEN_FILES_MAX = 1 << 20
-"""The limit is not raised beyond this, the most that Linux allows a process by default (fs.nr_open)."""
+OPEN_FILES_MAX = 1 << 20  # The limit is not raised beyond this, Linux's default maximum (fs.nr_open).
 OWN_SHARE, OWN_MIN, OWN_MAX = 8, 32, 2048
 """1/`OWN_SHARE` of the descriptors, within the other two bounds, are reserved for the process itself: polls, pages,
 logs, DNS look-ups."""

@@ -20,8 +20,7 @@ import structlog
 
 from llmproxy.lifecycle.sockets import Sockets
 
-READY_MAX_S = 60.0
-"""Timeout until a successor serves. After it, the successor is killed, and this process goes on serving."""
+READY_MAX_S = 60.0  # After this time, a successor that does not serve is killed.
 EXIT_MAX_S = 5.0
 DRAINED = "LLMPROXY_DRAINED"  # Environment variable with the manually drained backends, for the successor.
 

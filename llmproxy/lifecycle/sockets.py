@@ -21,8 +21,7 @@ from llmproxy.config import ConfigError
 
 PREDECESSOR = "LLMPROXY_PREDECESSOR"  # Environment variable with the descriptors that a successor inherits.
 LISTEN_FDS_START = 3
-SYSTEMD = "systemd"
-"""The key, instead of `host:port`, of all sockets from the service manager, which chose their addresses."""
+SYSTEMD = "systemd"  # The key of all sockets from the service manager, which chose their addresses.
 
 
 class ListenError(OSError):

@@ -24,8 +24,7 @@ from llmproxy.remote.messages import Answer, Message, Sendable, relative_to
 from llmproxy.scheduling.dispatcher import shutting_down
 from llmproxy.scheduling.lease import Lease
 
-UNSENT_MAX = 10_000
-"""Maximum number of reports kept while there is no link. The oldest are dropped: they only correct estimates."""
+UNSENT_MAX = 10_000  # Maximum number of reports kept without a link. They only correct estimates.
 NO_LEADER_RETRY_S = 1.0
 
 CallAnswer = messages.NameResolved | messages.PageResponse

@@ -26,8 +26,7 @@ LOCAL_BYTES_MAX = 1 << 30  # The maximum length of a frame on a link to a worker
 FRAME_BYTES_MAX = 16 << 20  # The maximum length of a frame between members. A longer frame is a protocol error.
 HELLO_BYTES_MAX = 16 << 10  # The limit for the first frame, in which the peer has to send its Hello.
 FRAME_MESSAGES_MAX = 256  # An `Admit` has at most 37 kB, so a frame of this many messages stays below FRAME_BYTES_MAX.
-UNSENT_BYTES_MAX = 64 << 20
-"""A link between members with more unsent bytes than this is closed: its peer does not read."""
+UNSENT_BYTES_MAX = 64 << 20  # A link between members closes at this many unsent bytes: its peer does not read.
 WHY_CHARS = 200
 _LENGTH = struct.Struct(">I")
 _log = structlog.get_logger()

@@ -27,8 +27,7 @@ from llmproxy.remote.messages import FromMember, FromWorker, Message, PageReques
 from llmproxy.scheduling.dispatcher import Dispatcher
 from llmproxy.scheduling.lease import Lease, Leasing
 
-RETURNED_MAX = 4096
-"""The number of returned leases that are remembered, because a `PrefixCached` may still arrive for them."""
+RETURNED_MAX = 4096  # Returned leases that are remembered, because a `PrefixCached` may still arrive.
 
 Page = Callable[[PageRequest], Awaitable[PageResponse]]
 CallT = TypeVar("CallT", messages.Admit, messages.Resolve, PageRequest, messages.DirectRequest)
@@ -45,8 +44,7 @@ class Services:
     stored: Callable[[messages.ResponseStored, LeaseServer], None]
     """Gets a stored response, and the server of the client that reported it."""
     catch_up: Callable[[], Awaitable[None]] | None = None  # As `StoredResponses.catch_up` of this process.
-    update_clients: Callable[[], None] = lambda: None
-    """Sends pending changes to all clients. Called before an answer that depends on a change."""
+    update_clients: Callable[[], None] = lambda: None  # Sends pending changes to all clients, before an answer.
 
 
 class _Lent(Struct, eq=False):
@@ -70,8 +68,7 @@ class LeaseServer:
         self._loop = asyncio.get_running_loop()
         self._tasks: dict[int, asyncio.Task[None]] = {}  # Calls that are not answered yet.
         self._lent: dict[int, _Lent] = {}
-        self._numbers: OrderedDict[int, int] = OrderedDict()
-        """The client's number of a lease -> the lease number of this dispatcher."""
+        self._numbers: OrderedDict[int, int] = OrderedDict()  # The client's lease number -> this dispatcher's number.
         self._reported: set[str] = set()  # Ids of the requests that the client has reported on this link.
         self._direct = 0
         self.requests: dict[str, Request] = {}  # Id -> open request of the client.

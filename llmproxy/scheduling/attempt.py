@@ -10,9 +10,7 @@ from msgspec import Struct
 from llmproxy.core.domain import Grant, GrantReason, Outcome, Predicted, Stage, Verdict
 from llmproxy.core.retry import MEANINGS, Again, Cause
 
-ERROR_CHARS_MAX = 2_000
-"""The most characters of an error, which may quote a client. A pipe may mix a line of more than 4 KB with lines of
-other processes."""
+ERROR_CHARS_MAX = 2_000  # The most characters of an error. A pipe may mix lines of more than 4 KB.
 _BEGINNING_CHARS = 160
 
 

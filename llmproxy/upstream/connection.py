@@ -19,8 +19,7 @@ from llmproxy.upstream.port import Body, InvalidResponse, UpstreamBroken
 
 READ_BUFFER_BYTES = 128 << 10  # Reading from the backend pauses at this many unread bytes of a body.
 HEAD_BYTES_MAX = 256 << 10  # The longest head of a response, including interim responses (1xx).
-WHOLE_BODY_BYTES_MAX = 1 << 20
-"""Request bodies up to this size are written in one piece, larger bodies in slices as the transport drains."""
+WHOLE_BODY_BYTES_MAX = 1 << 20  # Larger request bodies are written in slices as the transport drains.
 SLICE_BYTES = 256 << 10
 
 _SWITCHING_PROTOCOLS = 101

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 Headers = Iterable[tuple[str, str]] | Mapping[str, str]
-Body = Sequence[bytes | memoryview]
-"""A request body in pieces, so that a change in a body of 50 MB does not copy all of it."""
+Body = Sequence[bytes | memoryview]  # In pieces, so that a change in a body of 50 MB does not copy all of it.
 
 
 class ConnectFailed(Exception):  # noqa: N818 - a fact about one attempt, not an error of this code

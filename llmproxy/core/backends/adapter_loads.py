@@ -12,9 +12,7 @@ from llmproxy.core.estimates.learning import follow_ratio, gain
 GUESS_S = 3.0  # Initial load time; a few observations outweigh it.
 LATE = 3.0  # A load explains a silence of up to this multiple of the longest known load.
 MOST_S = 30.0  # Maximum silence that any number of loads explains, so that a frozen backend is detected.
-FADE = 0.02
-"""Weight of a load time that is shorter than the longest known time. A longer time counts in full at once, because
-adapters differ in size and the slowest one must not look like a hang."""
+FADE = 0.02  # Weight of a time below the longest. A longer time counts in full, because adapters differ in size.
 LEAST = 0.5  # An observation counts as at least this multiple of the longest known load.
 SAME_STEP_S = 0.05  # Requests within this time may start in one engine step, with simultaneous first bytes.
 

@@ -16,8 +16,7 @@ from llmproxy.core.backends.view import View
 from llmproxy.core.domain import KnownLimit, Listing, Reading, Request, Role, Trouble, Verdict
 from llmproxy.core.settings import CapacitySettings, HealthSettings
 
-STARTED_AFTER_S = 1.0
-"""A non-streamed request sends no byte until its end. After this time it is assumed to be running."""
+STARTED_AFTER_S = 1.0  # A non-streamed request, which sends no byte, is assumed to run after this time.
 UNREAD_MAX = 10  # Successful polls without readable metrics after which a backend is assumed to publish none.
 
 

@@ -9,10 +9,8 @@ from msgspec import Struct
 
 from llmproxy.core.domain import DECODE, Reading, Request
 
-GAUGE_LAG_S = 0.03
-"""A reading may omit requests younger than this: vLLM updates its gauges once per engine step, 10-26 ms late."""
-RESIDENT_ADAPTERS_MAX = 1_024
-"""Maximum number of resident adapters of an engine that does not publish its adapter slots."""
+GAUGE_LAG_S = 0.03  # A reading may omit younger requests: vLLM updates its gauges once per step, 10-26 ms late.
+RESIDENT_ADAPTERS_MAX = 1_024  # Maximum of resident adapters for an engine that does not publish its slots.
 
 
 class Booking(Struct, eq=False):

@@ -16,8 +16,7 @@ from llmproxy.core.domain import Listing, ModelCard, Outcome, Refused
 Aliases = Mapping[str, str | Mapping[str, float]]
 """Maps each alias to its target name, or to several target names with their shares of its requests."""
 ANY = "*"  # The alias for all names without an alias.
-NAME_CHARS_MAX = 1_024
-"""Maximum length of a name that `unlisted` passes through, because such names are stored and logged."""
+NAME_CHARS_MAX = 1_024  # Maximum length of a name that `unlisted` passes through, because it is stored and logged.
 RETRY_UNREAD_S = 1.0  # Retry-After while a backend was never read: about one poll interval.
 
 
@@ -53,11 +52,9 @@ class Catalogue:
         self._cards: dict[str, ModelCard] = {}
         self._unread = set(self._listings)
         self._names_text: str | None = None
-        self.promised: frozenset[str] = frozenset()
-        """Adapters that are to be loaded. Requests for them get a Retry-After instead of `unknown_model`."""
+        self.promised: frozenset[str] = frozenset()  # Adapters that are to be loaded. Requests for them may be retried.
         self.named: frozenset[str] = frozenset()  # Pools that may have no backend at the moment.
-        self.unlisted: Mapping[str, str] = {}
-        """Names or name patterns that are accepted before a backend lists them, with their base models."""
+        self.unlisted: Mapping[str, str] = {}  # Names or patterns accepted before a backend lists them -> base model.
         self.expecting = False  # Whether discovery will still add backends.
         self.ever_read = False  # Whether any backend was read since the start of the process.
         self.revision = 0  # Increases whenever `targets` or `pools` may have changed.

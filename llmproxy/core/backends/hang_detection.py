@@ -13,18 +13,13 @@ from llmproxy.core.domain import Reading
 from llmproxy.core.estimates.line import OUTLIER, LearnedLine
 from llmproxy.core.settings import HealthSettings
 
-LATE = 5.0
-"""A silent backend counts as hung after this multiple of the predicted time until all its streams have begun."""
+LATE = 5.0  # A silent backend hangs after this multiple of the predicted time until its streams have begun.
 TOGETHER = 3  # If this many streams stop at once, slow clients are not the cause.
-TOGETHER_S = 0.6
-"""Streams stop together if their last bytes are within this time, which is longer than a normal gap of a stream."""
-TOGETHER_LATE = 2.0
-"""As LATE, for started streams that stopped together: most engines continue such streams during prefills."""
+TOGETHER_S = 0.6  # Streams whose last bytes are within this time stopped together. Normal gaps are shorter.
+TOGETHER_LATE = 2.0  # As LATE, for started streams: most engines continue them during prefills.
 STUCK_LATE = 2.0  # Multiple of `hung_s` for non-streamed answers, because an ejection loses all their tokens.
-ASKED_AGAIN_S = 0.75
-"""Time for an answer to the second poll. The first poll may have timed out because the proxy paused."""
-UNSEEN_S = 0.5
-"""Initial estimate of the time until a reading shows a text request, including the time between readings."""
+ASKED_AGAIN_S = 0.75  # Time for an answer to a second poll. The first may have timed out in a pause of the proxy.
+UNSEEN_S = 0.5  # Initial estimate of the time until a reading shows a text request.
 
 
 class HangDetection:

@@ -11,10 +11,8 @@ from llmproxy.core.domain import Trouble, Verdict
 from llmproxy.core.settings import HealthSettings
 
 BUSY_PAUSE_S = 0.25  # Pause after a 503 "busy": about one poll interval, after which the engine's queue is known.
-CHEAP_DOUBLINGS = 2
-"""Maximum number of doublings of the pause before a probe, if a failed probe costs less than a longer pause."""
-REFUSED_PAUSE_S = 1.0
-"""Pause after a refusal of the proxy's key or of a listed model, until another backend has served the same request."""
+CHEAP_DOUBLINGS = 2  # Maximum number of doublings of a pause, if a failed probe costs less than a longer pause.
+REFUSED_PAUSE_S = 1.0  # Pause after a refused key or model, until another backend has served the request.
 WARM_STEP = 0.1  # First share of its limit that a backend gets during slow start, and the increment of each step.
 
 
@@ -125,14 +123,12 @@ class Health:
         self.on_event: Callable[[EjectionEvent], None] = lambda _: None
         """Called for each ejection, its end, and the first of consecutive skipped ejections."""
         self.down = True
-        self.drained = False
-        """Whether an operator drained the backend. It then does not count as a replacement for ejected backends."""
+        self.drained = False  # Drained by an operator, so it does not replace ejected backends.
         self.models: frozenset[str] = frozenset()  # The base models that the backend lists.
         self._failed_polls = 0
         self._refused_polls = 0
         self.answered_s = -inf  # When a poll was last answered.
-        self.unanswered_s = inf
-        """When the first poll since `answered_s` ran out of time while other backends answered their polls."""
+        self.unanswered_s = inf  # When the first poll since then timed out, while other backends answered.
         self._failures = 0
         self._ejections = 0
         self.rate = FailureRate()

@@ -6,10 +6,8 @@ from math import exp
 
 from llmproxy.core.estimates.learning import follow, gain
 
-EMPTY_MAX = 0.005
-"""Mean share of a batch that may be empty. A smaller share makes requests wait inside engines for little throughput."""
-SHARE_MAX = 4
-"""Maximum look-ahead: one request for each SHARE_MAX places, because a request inside an engine cannot be moved."""
+EMPTY_MAX = 0.005  # Mean share of a batch that may be empty. Less would make requests wait for little throughput.
+SHARE_MAX = 4  # The look-ahead is at most the limit divided by this: requests in an engine cannot be moved.
 GAIN = 1 / 64  # Weight of a new reading in the mean, which then covers about 13 s.
 
 

@@ -20,8 +20,7 @@ from llmproxy.core.estimates.line import JITTER_S, USUAL_TOKENS, LearnedLine
 from llmproxy.core.settings import HealthSettings
 
 CHECK_S = 0.25  # Minimum time between two checks of the pool.
-SPAN_S = 0.5
-"""Minimum time between two observations of the speed of a stream, and between two judgements of the backends."""
+SPAN_S = 0.5  # Minimum time between two observations of a stream's speed, and between two judgements.
 JUDGEMENTS_MIN = 10  # Judgements after which the usual speed of a backend is known.
 CROWD = 100.0
 """Number of sequences that doubles the time of a step. It is not learned, because a slow backend collects sequences
@@ -31,19 +30,14 @@ BASE_TOKENS = 300.0
 per token, and a long prompt must not look like a hang."""
 GAIN = 0.02  # Weight of a new observation of the pool's step.
 DOUBTFUL = 2.0  # An observation above this multiple of the backend's usual ratio teaches nothing about the pool.
-SLOW_S = 2.0
-"""A backend is ejected after this much slow time. Less may be a garbage collection or a burst of long prompts."""
+SLOW_S = 2.0  # Slow time after which a backend is ejected. Less may be garbage collection or long prompts.
 PROMPT_LATE = 2.0  # An uncached prompt explains up to this multiple of its predicted time.
-PROMPTS_MOST = 0.3
-"""If prefills may explain a larger share of a span, the span teaches nothing about the step, because their time is an
-estimate."""
-PROMPTS_NEARLY_ALL = 0.7
-"""If prefills may explain more than this share of a span, the span teaches nothing about its backend either."""
+PROMPTS_MOST = 0.3  # A span with a larger share of prefills, which is an estimate, teaches nothing about the step.
+PROMPTS_NEARLY_ALL = 0.7  # A span with a larger share of prefills teaches nothing about its backend either.
 KV_CROWDED = 0.9  # KV cache usage from which an engine may preempt sequences and recompute them.
 FRESH_S = 5.0  # Maximum age of a judgement of another backend in a comparison.
 LEARNING_S = 30.0  # Time after its first request in which a busy backend without a pace counts as learning.
-GAP_S = 2.5
-"""Readings further apart are not compared, because the backend's machine or the network paused between them."""
+GAP_S = 2.5  # Readings further apart are not compared, because the machine or the network paused between them.
 
 
 class OutlierDetection:

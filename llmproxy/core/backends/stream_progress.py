@@ -12,8 +12,7 @@ from llmproxy.core.backends.adapter_loads import PendingLoads
 from llmproxy.core.domain import Reading
 from llmproxy.core.estimates.learning import follow_ratio, gain
 
-RATIO_MOST = 2.0
-"""An observation counts as at most this multiple of the mean, so that the mean follows a slowdown gradually."""
+RATIO_MOST = 2.0  # An observation counts as at most this multiple of the mean, which so follows gradually.
 USUAL_GAIN = 0.05  # Weight of a new judgement in the usual speed, which reflects about the last twenty judgements.
 SLOW_SPAN_S = 1.0  # Maximum slow time that a judgement adds.
 RECENT = 3  # Number of judgements whose median is the pace of a backend, because a single judgement may be chance.

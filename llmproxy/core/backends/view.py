@@ -14,8 +14,7 @@ class View(Struct, frozen=True):
     """Snapshot of one backend for policies."""
 
     backend: str
-    available: bool
-    """Whether the backend may get requests: it is up, not drained, and either not ejected or due for a probe."""
+    available: bool  # It is up, not drained, and either not ejected or due for a probe.
     served: frozenset[str]  # The model names of the last listing.
     resident: frozenset[str]  # Adapters that are believed to be loaded.
     max_adapters: int | None
@@ -31,10 +30,8 @@ class View(Struct, frozen=True):
     reading: Reading | None  # The last reading, or None if it is stale.
     warmth: float = 1.0  # Share (0..1] of its limit that the backend should get during slow start.
     highest_ceiling: float = 1.0  # Ceiling of the highest band.
-    proven_load: int = 0
-    """Sequences that were seen to run at once, here or on another engine of the pool; 0 if unknown."""
-    prompt_window_s: float | None = None
-    """Bound on the total prefill time of the prompts that the backend has; None means no bound."""
+    proven_load: int = 0  # Sequences that ran at once, here or on another engine of the pool; 0 if unknown.
+    prompt_window_s: float | None = None  # Bound on the prefill time of all its prompts; None: no bound.
     probed: bool = False  # The backend is ejected, its pause is over, and one request is to test it.
     stream_probe: bool = False  # The probe request must be a stream.
     role: Role = Role.BOTH

@@ -9,18 +9,13 @@ from dataclasses import dataclass
 from llmproxy.core.domain import RequestFacts, Usage
 
 BYTES_PER_TOKEN = 4.0  # For English text with common tokenizers, used until the first `usage` of a model.
-OUTPUT_TOKENS = 256.0
-"""Assumed length of the first answer of a model. A wrong guess is corrected while the answer streams."""
+OUTPUT_TOKENS = 256.0  # Assumed length of the first answer of a model, corrected while the answer streams.
 GAIN = 0.05
 MODELS_MAX = 10_000
-CONTEXT_TOKENS_MAX = 1 << 24
-"""The longest context that is accepted from a backend, and assumed for a backend that publishes none."""
-TEXT_TOKENS_PER_BYTE = 4
-"""Maximum tokens per byte of a prompt: an image counts as 4 KB and may have up to 16,384 tokens."""
-TEMPLATE_TOKENS_MAX = 64 * 1024
-"""Maximum tokens that a chat template, its system prompt and its tool texts add to a prompt."""
-TURNS_MAX = 64
-"""Maximum turns in one answer of the responses API. If the engine runs tools, the usage is the sum over all turns."""
+CONTEXT_TOKENS_MAX = 1 << 24  # Longest accepted context, and the context of a backend that publishes none.
+TEXT_TOKENS_PER_BYTE = 4  # Maximum: an image counts as 4 KB and may have up to 16,384 tokens.
+TEMPLATE_TOKENS_MAX = 64 * 1024  # Maximum that chat template, system prompt and tool texts add to a prompt.
+TURNS_MAX = 64  # Maximum turns in one answer of the responses API. Its usage is the sum over all turns.
 
 
 @dataclass(slots=True)

@@ -31,8 +31,7 @@ class KvConnector(ABC):
     """A protocol by which two engines hand over the KV cache of a prompt. The proxy carries their parameters."""
 
     asks: bytes | None = None  # The JSON value of `kv_transfer_params` in the prefill stage, None for none.
-    frees_refused = False
-    """Whether the prefill engine frees the blocks at once if the decode engine refuses the decode stage with a 4xx."""
+    frees_refused = False  # Whether a 4xx to the decode stage makes the prefill engine free the blocks at once.
 
     def __init__(self, lease_s: float) -> None:
         """`lease_s`: how long the prefill engine keeps the blocks of a prompt for the decode engine."""

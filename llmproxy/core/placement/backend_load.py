@@ -14,24 +14,20 @@ from llmproxy.core.placement.rates import PoolRates, SpeedFactor
 
 WORK_S = 30.0  # Window of `BackendLoad.busy_share`, which prices the delay of later requests.
 
-RATION_S = 10.0
-"""Window for the share of time spent on prompts, which the objectives of streams bound. About as long as an answer."""
-ROUNDING_S = 1e-6
-"""A shorter wait counts as none, so that rounding cannot keep a backend closed at its announced opening time."""
+RATION_S = 10.0  # Window for the share of time spent on prompts, which objectives bound. About one answer.
+ROUNDING_S = 1e-6  # A shorter wait counts as none, so that a backend opens at its announced time.
 MARGIN = 0.9  # The mean stream may use this part of its objective, because some streams are slower than the mean.
 SHARE_MIN = 0.05
 """Share of a backend's time that prompts may always use. Without it, no request would start where decoding alone
 already misses the objectives."""
 TPOT_MAX_S = 10.0  # Upper bound of the objective per output token that rationing considers.
 SAME_STEP_S = 0.003  # First bytes this close come from one engine step, which computed all their prompts.
-WHOLE_EVERY_S = 0.02
-"""Minimum interval between two non-streamed answers that are learned from: fifty a second are enough."""
+WHOLE_EVERY_S = 0.02  # Minimum interval between two non-streamed answers that are learned from.
 TOGETHER_S = 0.05  # An idle engine starts requests that arrive this close together in one step.
 STRETCH_PROMPTS = 16
 """Prompts whose time is learned as one observation on a backend that always has prompts. An engine step computes the
 end of one prompt and the beginning of the next, so the time between two first bytes belongs to neither prompt."""
-WINDOW_STEP_S = 0.01
-"""The prompt window may be exceeded by this much, so that the scheduler does not retry the backend at once."""
+WINDOW_STEP_S = 0.01  # Allowed excess of the prompt window, so that the backend is not retried at once.
 OVERDUE = 2.0  # A prompt without a first byte is overdue after this multiple of its expected time.
 
 

@@ -36,11 +36,8 @@ from llmproxy.core.placement.prefix_index import PrefixIndex
 from llmproxy.core.placement.price import NAMES, PriceRow, with_headroom
 from llmproxy.core.placement.rates import PROMPTS_MOST
 
-TIE_S = 0.005
-"""Prices this close count as equal, because no estimate is more exact. Of backends at equal prices, the least loaded is
-chosen."""
-HIT_GAIN = 0.02
-"""Weight of the newest request in the pool's hit ratio, so the ratio reflects about the last fifty requests."""
+TIE_S = 0.005  # Prices this close count as equal, because no estimate is more exact. Then the least load decides.
+HIT_GAIN = 0.02  # Weight of the newest request in the hit ratio, which reflects about the last fifty.
 EXPLAINED_MAX = 100  # Number of past choices whose candidate prices are kept for the debug pages.
 
 

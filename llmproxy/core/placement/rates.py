@@ -9,20 +9,15 @@ from llmproxy.core.estimates.learning import QuantileTracker, follow, gain
 from llmproxy.core.estimates.line import JITTER_S, KEEP, OUTLIER, USUAL_TOKENS, LearnedLine
 from llmproxy.core.estimates.whole_answers import WholeAnswers
 
-RECENT_KEEP = 0.9
-"""As `KEEP`, for changes of one backend: about ten observations, so a slower backend is repriced within seconds."""
-SURE = 4.0
-"""A backend counts as faster or slower than its pool if the squared difference is above this many squared standard
-errors."""
+RECENT_KEEP = 0.9  # As `KEEP`, for changes of one backend: about the last ten observations count.
+SURE = 4.0  # A backend is faster or slower if the squared difference exceeds this many squared standard errors.
 FACTOR_MIN = 0.05
 UNSEEN = 30.0
 """The evidence about a backend fades to a third after this many observations of other backends. The speed factor
 changes only when less than one observation is left."""
 STALE = 10  # Observations of the pool after which a speed factor is computed again.
-FIRST_BYTES_OLD = 50
-"""Non-streamed answers teach the time of prompts once this many have ended without a first byte of a stream."""
-PROMPTS_MOST = 0.8
-"""Upper bound of the share of an answer's time that its backend spent on prompts; more is an estimation error."""
+FIRST_BYTES_OLD = 50  # Non-streamed answers teach the time of prompts after this many without a first byte.
+PROMPTS_MOST = 0.8  # Upper bound of the share of an answer's time spent on prompts; more is an error.
 LOAD_GUESS_S = 0.05  # Assumed load time of an adapter before the first observation.
 LOAD_GAIN = 0.1  # Least weight of the newest load time.
 ATTENTION = 2e-5

@@ -24,10 +24,8 @@ from llmproxy.core.placement.policy import Placement, Quote
 from llmproxy.core.settings import Disaggregation, Splitting
 
 FAILURES_MAX = 3  # Consecutive failed transfers after which a backend gets no prefill stages for a pause.
-PAUSE_S, PAUSE_MAX_S = 5.0, 60.0
-"""The first and the longest pause after failed transfers. Each further failure doubles the pause."""
-SURE_S = 0.005
-"""A split must be cheaper by at least this: estimates are no more exact, and one call is simpler than two."""
+PAUSE_S, PAUSE_MAX_S = 5.0, 60.0  # The pause after failed transfers. Each further failure doubles it.
+SURE_S = 0.005  # A split must be this much cheaper: estimates are no more exact, and one call is simpler.
 
 
 def as_prefill(request: Request) -> Request:

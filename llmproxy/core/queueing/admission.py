@@ -18,8 +18,7 @@ from llmproxy.core.queueing.usage_limits import UsageLimits
 from llmproxy.core.queueing.waiting_room import WaitingRoom
 from llmproxy.core.settings import Settings
 
-ARRIVALS = frozenset({AdmissionKind.NEW, AdmissionKind.RESUMED})
-"""The entries that count as arrivals: the waiting room has not had the request before."""
+ARRIVALS = frozenset({AdmissionKind.NEW, AdmissionKind.RESUMED})  # The entries of requests that are new to the room.
 
 Ready = Callable[[Sequence[View], int, float, float], Sequence[View]]
 """Filters views to the backends that can accept a request of this band now: (views, band, ceiling, now); see

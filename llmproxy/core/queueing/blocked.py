@@ -12,8 +12,7 @@ from llmproxy.core.queueing.usage_limits import UsageLimits
 
 Key = tuple[float, float]
 NONE_BLOCKED: Key = (inf, inf)
-OF_BACKEND = "backend:"
-"""Prefix of the names of backend queues. The names of usage limits begin with `tenant:` or `model:`."""
+OF_BACKEND = "backend:"  # Prefix of names of backend queues. Usage limits begin with `tenant:` or `model:`.
 
 
 class BlockedRequests:

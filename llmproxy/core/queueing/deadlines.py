@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from llmproxy.core.queueing.lazy_heap import LazyHeap
 from llmproxy.core.queueing.queue import Queued
 
-ROUNDING_S = 1e-6
-"""Tolerance for rounding: without it, a timer set to a deadline could fire just before it, again and again."""
+ROUNDING_S = 1e-6  # Tolerance, because a timer set to a deadline could fire just before it again and again.
 
 
 class Deadlines:

@@ -8,13 +8,11 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Generic, TypeVar
 
-BEFORE_LOOK_MAX = 20_000
-"""The position of an entry is not computed in larger heaps: to count this many entries takes some milliseconds."""
+BEFORE_LOOK_MAX = 20_000  # Positions in larger heaps are not computed, because this takes milliseconds.
 
 Key = TypeVar("Key", bound=tuple[float, ...] | float)
 Item = TypeVar("Item")
-HeapEntry = tuple[Key, int, Item]
-"""(Key, serial number of the push, item). Equal keys are in the order of their pushes."""
+HeapEntry = tuple[Key, int, Item]  # (Key, serial number of the push, item). Equal keys are in push order.
 
 
 class LazyHeap(Generic[Key, Item]):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-CREDIT_GRANTS = 8.0
-"""Upper bound of a band's credit, in grants of the latest size. Without it, a band whose requests fit on no backend
-would collect credit without limit."""
+CREDIT_GRANTS = 8.0  # Bound of a credit, in grants of the latest size, for a band that fits on no backend.
 
 
 class MinShares:

@@ -12,9 +12,7 @@ from llmproxy.core.domain import Request
 from llmproxy.core.policy_registry import Registry
 from llmproxy.core.settings import Settings
 
-AGED_S = 60.0
-"""`least_slack` treats a request without an objective, or with a missed objective, as due this long after its arrival:
-about as long as clients wait."""
+AGED_S = 60.0  # `least_slack`: a request without an attainable objective is due this long after its arrival.
 
 Key = tuple[float, float]
 

@@ -16,9 +16,7 @@ from llmproxy.core.queueing.fairness import FairnessPolicy
 from llmproxy.core.queueing.lazy_heap import HeapEntry, LazyHeap
 from llmproxy.core.queueing.ordering import Key, Rank
 
-FLOW_LOOK_MAX = 8
-"""Requests of one flow and base model that a scheduling pass tries if the first of them fit on no backend. Bounds the
-time of a pass."""
+FLOW_LOOK_MAX = 8  # Requests of one flow and base model that a pass tries, to bound its time.
 
 
 def head_rank(request: Request) -> Rank:

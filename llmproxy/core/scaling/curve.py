@@ -15,19 +15,14 @@ from math import isfinite
 from msgspec import Struct
 
 HALF_LIFE_S = 900.0
-FORGET_EVERY_S = 5.0
-"""Minimum interval between two applications of the decay, because each costs more than an observation."""
+FORGET_EVERY_S = 5.0  # Minimum interval between two decays, because each costs more than an observation.
 STEPS_MAX = 200.0  # Largest weight of a single answer, in steps.
-PRIOR = 20.0
-"""Weight of the guessed slopes, in steps. If all loads are equal, only the guesses divide the time into terms."""
+PRIOR = 20.0  # Weight of the guessed slopes, in steps. They divide the time into terms if all loads are equal.
 GUESS_SEQUENCE = 0.005
 GUESS_TOKEN = 0.003  # Guesses of both slopes, as shares of `base_s`.
-SLOPE_MAX = 0.25
-"""A sequence or a prompt token adds at most this share of `base_s`, because every step reads all weights of the
-model."""
+SLOPE_MAX = 0.25  # Maximum of a slope as a share of `base_s`, because every step reads all weights.
 ROUNDS = 3
-RESTORED_STEPS = 100 * STEPS_MAX
-"""Largest weight of the sums of an earlier process, because replicas may have changed since."""
+RESTORED_STEPS = 100 * STEPS_MAX  # Largest weight of the sums of an earlier process.
 
 
 class StepLine(Struct, frozen=True):

@@ -16,8 +16,7 @@ TREND_S = 60
 HISTORY_S = 180  # Arrivals are kept for this time: two windows of `TREND_S`, `LONG_S` apart, give the trend.
 GAIN = 1 / 50
 SEEN_MIN = 3  # Number of answers of a size class after which its mean output tokens are used.
-BLOCK = 10
-"""Answers in a block. A block that clearly differs from the mean replaces the mean, because the traffic has changed."""
+BLOCK = 10  # Answers in a block. A block that clearly differs replaces the mean: the traffic has changed.
 BLOCK_SIGMAS = 3.0
 RESTORED_MAX = 50  # Largest weight, in answers, of a size class that an earlier process learned.
 SIZES_MAX = 64

@@ -30,9 +30,7 @@ from llmproxy.core.scaling.mix import LONG_S, NO_TOKENS, SHORT_S, TREND_S, Mix, 
 from llmproxy.core.settings import ScalingSettings
 
 MARGIN = 0.8  # The share of an objective per output token that may be planned with, because batches vary.
-KV_MARGIN = 0.9
-"""The share of a KV cache that may be planned with: an engine with a full cache preempts answers and recomputes
-them."""
+KV_MARGIN = 0.9  # The share of a KV cache to plan with. An engine with a full cache preempts answers.
 AHEAD_MAX = 0.6  # The largest share that a trend adds to the work.
 ASK_S = 15.0  # The interval at which an autoscaler reads the number, which delays new replicas.
 SIGMAS = 2.0  # A change by more standard deviations of a Poisson process than this is not chance.

@@ -55,8 +55,7 @@ class PoolScaling(LeaseObserver):
         self.curve = StepCurve()
         self._engines: dict[str, _Engine] = {}
         self._begun: dict[int, _Begun] = {}  # Lease -> totals of its engine at its begin.
-        self.waiting: dict[str, tuple[int, Count]] = {}
-        """Waiting request -> its prompt tokens, and the count of its size class."""
+        self.waiting: dict[str, tuple[int, Count]] = {}  # Waiting request -> prompt tokens, count of its class.
         self._waiting_since_s = 0.0  # The time since which at least one request waits.
         self._sizes: dict[int, Count] = {}  # Size class -> its waiting requests.
         self._usual_limit: float = UNPUBLISHED  # Mean learned batch limit, kept after the last replica is gone.

@@ -49,26 +49,22 @@ class Cluster:
         self._standalone = StandaloneMode(dispatcher, leasing)
         self._standalone_after_s = standalone_after_s
         self.incoming: set[IncomingConnection] = set()
-        self.refused: dict[str, str] = {}
-        """Host -> reason of its last refused connection, so that each reason is logged once."""
+        self.refused: dict[str, str] = {}  # Host -> last reason of refusal, so that each is logged once.
         self._loop = asyncio.get_running_loop()
         self.epoch = 0
         self.leadership: Leadership | None = None
         self.members: tuple[str, ...] = ()  # Names of all members, as the leader last announced them.
-        self.sessions: MemberSessions | None = None
-        """The sessions of all members, including this one; None while this member does not lead."""
+        self.sessions: MemberSessions | None = None  # The sessions of all members; None while it does not lead.
         self.lock_error: str | None = None  # Why the lock store cannot be reached; None while it can.
         self.leader_changes = 0  # How often this member began to lead or to follow a leader.
         self.last_gap_s: float | None = None  # How long this member had no leader before the current leader.
-        self._expected: frozenset[str] = frozenset()
-        """Members that should report before a new leader decides: the last announced members."""
+        self._expected: frozenset[str] = frozenset()  # Members that report before a new leader decides.
         self._until_s = -inf
         self._resume_timer: asyncio.TimerHandle | None = None  # Set while a new leader waits for members to report.
         self._leader_lost_s = self._loop.time()
         self._connection: LeaderConnection | None = None
         self._dialer = Dialer(network, lambda: self._hello, self.handle, self.lost)
-        self._leaving = False
-        """Whether the process is shutting down: this member resigns as soon as another member can lead."""
+        self._leaving = False  # The process shuts down, and resigns when another member can lead.
         self._resigned = False
         self._tasks: list[asyncio.Task[None]] = []
         self._election: Election | None = None

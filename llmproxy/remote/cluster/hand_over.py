@@ -12,11 +12,9 @@ from llmproxy.remote.messages import Balances, Drained, Learned, Message, RateDe
 ANNOUNCE_S = 1.0  # Interval of announcing balances of flows and debts of rate limits.
 LEARNED_S = 5.0  # Interval of announcing learned limits and capacities.
 FLOWS_MAX = 4096  # The maximum number of flows in a message, so that the message fits into a frame.
-FLOWS_KNOWN_MAX = 50_000
-"""The number of flows of one band that a member remembers. Other flows start anew under the next leader."""
+FLOWS_KNOWN_MAX = 50_000  # Flows of one band that a member remembers. Others start anew under the next leader.
 RATES_MAX = 4096  # The maximum number of rate limits in a message, so that the message fits into a frame.
-RATES_KNOWN_MAX = 50_000
-"""The number of rate limits that a member remembers. Older limits count as unused under the next leader."""
+RATES_KNOWN_MAX = 50_000  # Rate limits that a member remembers. Others count as unused.
 SAME_S = 0.001  # Debts that end less than this apart are equal: the difference is rounding.
 
 
@@ -45,8 +43,7 @@ class HandOver:
         self._rate_debts = AnnouncedRateDebts()
         self.balances = AnnouncedBalances()
         self.learned: Learned | None = None
-        self._learned_received_s = 0.0
-        """When `learned` was measured or received: its age decides whether the autoscaler still trusts it."""
+        self._learned_received_s = 0.0  # When `learned` was measured or received. Too old values are not used.
 
     def deltas(self, now: float) -> Iterator[Message]:
         """Yields the changes since the last announcement, if the next announcement is due."""
@@ -136,8 +133,7 @@ class AnnouncedRateDebts:
     """The last announced debts of rate limits: the seconds until a limit has refilled."""
 
     def __init__(self) -> None:
-        self._refilled_s: dict[RateName, float] = {}
-        """Maps each limit to the time when it will have refilled, on the clock of the loop."""
+        self._refilled_s: dict[RateName, float] = {}  # Limit -> when it will have refilled, on the loop's clock.
 
     def remaining(self, now: float) -> dict[RateName, float]:
         """Returns the debts that are left at `now`."""

@@ -17,8 +17,7 @@ from llmproxy.scheduling.valkey import StoreError
 
 ADDRESS = "llmproxy/address"  # The annotation with the address of the holder.
 CONFLICT, MISSING, FORBIDDEN = 409, 404, 403
-TRIES = 5
-"""Attempts per call. Each conflict means that another member succeeded. More conflicts are a fault of the server."""
+TRIES = 5  # Attempts per call. Each conflict means that another member succeeded.
 
 
 class KubernetesLock:

@@ -25,8 +25,7 @@ from llmproxy.remote.messages import Hello, Message, RememberedPrefix, ToMember
 from llmproxy.scheduling.dispatcher import Dispatcher
 
 PREFIXES_MAX = 2_000  # Prompts that a member remembers for its next leader.
-HASHES_MAX = 100_000
-"""Block hashes of all remembered prompts. They describe 50 MB of text, use 4 MB of memory and fill 1 MB of frames."""
+HASHES_MAX = 100_000  # Block hashes of all prompts: 50 MB of text, 4 MB of memory, 1 MB of frames.
 DISCOVERY_LAG_S = 10.0  # Maximum wait for the leader to find a backend that this member has found.
 CONNECT_S = 2.0  # Maximum time for connecting, until the leader's Welcome.
 
@@ -218,8 +217,7 @@ class Dialer:
         self._lost = lost
         self._attempt: asyncio.Task[None] | None = None
         self._to: Leadership | None = None
-        self.failure: tuple[str, str] | None = None
-        """Holder and reason of the last failed attempt; the owner sets None when it follows a leader."""
+        self.failure: tuple[str, str] | None = None  # Holder and reason of the last failed attempt.
 
     def dial(self, leadership: Leadership) -> None:
         """Connects to this leader, unless an attempt is under way. Cancels an attempt to another leader."""

@@ -21,8 +21,7 @@ PATH = "/admin/cluster"
 LEADER_PATHS = (SCALE, "/debug", "/admin", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 """Prefixes of paths that the leader answers, because they concern the waiting room or the scheduler's backends."""
 PAGE_BYTES_MAX = 8 << 20  # A longer page would not fit into a frame.
-PASSED_ON_MAX = 2
-"""Maximum number of hops: from a member to the leader that it knows, and from there to the actual leader."""
+PASSED_ON_MAX = 2  # Hops: from a member to the leader that it knows, and from there to the actual leader.
 UNLED = "The cluster has no leader now, and the next leader would not know of this change. Try again."
 UNKNOWN = "This member of the cluster has no leader, so it knows at most a part of the work. Try again."
 DIFFER = "Members disagree about the leader for this page, and have forwarded the request twice. Try again."

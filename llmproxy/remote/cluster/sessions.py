@@ -31,11 +31,9 @@ from llmproxy.remote.server import LeaseServer, Services
 if TYPE_CHECKING:
     from llmproxy.remote.cluster.cluster import Cluster
 
-GRACE_S = 10.0
-"""Time for which a member's leases stay booked after its connection was lost. Their responses continue meanwhile."""
+GRACE_S = 10.0  # A member's leases stay booked for this time after its connection was lost.
 MEMBERS_MAX = 256
-CLAIMED_EPOCH_MAX = EPOCH_MAX // 2
-"""Limit of the epoch that a member may claim in its Hello. It leaves half of all epochs for future elections."""
+CLAIMED_EPOCH_MAX = EPOCH_MAX // 2  # Highest epoch in a Hello. The other half is left for elections.
 
 _log = structlog.get_logger()
 

@@ -30,10 +30,8 @@ from llmproxy.remote.workers.session import WorkerSession, WorkerSinks
 from llmproxy.scheduling.dispatcher import Dispatcher
 
 START_MAX_S = 60.0  # Maximum time for workers to start listening. After it, the start of the proxy fails.
-STOP_MAX_S = 5.0
-"""Maximum time for the workers to cut their requests. Then each has this time again to exit, or is killed."""
-LIVED_S = 10.0
-"""A worker that ends within this time after its start is replaced after a pause, which doubles each time."""
+STOP_MAX_S = 5.0  # Time for workers to cut their requests, and again for each to exit before it is killed.
+LIVED_S = 10.0  # A worker that lived shorter is replaced after a pause, which doubles each time.
 PAUSE_S, PAUSE_MAX_S = 0.5, 30.0
 ESTIMATES_S = 0.1  # Interval of sending changed estimates to the workers.
 

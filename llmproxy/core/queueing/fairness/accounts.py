@@ -6,8 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import TypeVar
 
-IDLE_FLOWS_MAX = 10_000
-"""Maximum number of idle flows that keep their account, and with it a debt. The longest idle flow is dropped."""
+IDLE_FLOWS_MAX = 10_000  # Maximum number of idle flows with an account. The longest idle flow is dropped.
 
 Account = TypeVar("Account")
 

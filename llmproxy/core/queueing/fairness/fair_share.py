@@ -13,8 +13,7 @@ from llmproxy.core.queueing.lazy_heap import KeyedHeap
 from llmproxy.core.settings import Settings
 
 CREDIT_REQUESTS = 4.0  # Credit of a flow that becomes backlogged, as a multiple of the mean charge of a request.
-DISCOUNT = 1.0 - 1.0 / 1_000
-"""Factor by which each request discounts the earlier ones in the mean charge: about the last thousand count."""
+DISCOUNT = 1.0 - 1.0 / 1_000  # Discount of earlier requests in the mean charge: about the last 1,000 count.
 
 
 @dataclass(slots=True)
