@@ -219,7 +219,8 @@ async def running(
             stack.push_async_callback(limits.close)
             await limits.connect()
             await stack.enter_async_context(background_task(limits.run, "shared limits"))
-        pools = _pools(config, limits)
+        settings, rng = settings_of(config), Random(config.scheduling.seed)
+        pools = Pools(settings, {}, _aliases(config), partial(make, settings.placement, rng), limits)
         backend_log = BackendLog(pools)
         endpoints = Endpoints()
         stack.push_async_callback(endpoints.close)
@@ -318,10 +319,12 @@ async def _build(
         combined.take_entries,
     )  # fmt: skip
     stack.push_async_callback(backend_discovery.close)
+    # Workers apply the configured limits themselves.
+    clients = ClientLimits(clients_of_process(config) if config.workers == 1 else ClientsConfig())
     admin_pages = AdminPages(config, dispatcher, adapters, now)
     proxy = Proxy(
         gateway, pools, dispatcher, leasing, metrics, exits, registry, keeper, backend_discovery, admin_pages,
-        _clients(config), recorder,
+        clients, recorder,
     )  # fmt: skip
     proxy.limits = limits
     if reread is not None:
@@ -383,11 +386,6 @@ def _check(config: Config) -> None:
     peers_tls(config.backends)
 
 
-def _pools(config: Config, limits: SharedLimits | None) -> Pools:
-    settings, rng = settings_of(config), Random(config.scheduling.seed)
-    return Pools(settings, {}, _aliases(config), partial(make, settings.placement, rng), limits)
-
-
 def _exit_readers(
     stack: AsyncExitStack, config: Config, metrics: Metrics, now: float, current: Callable[[], Config]
 ) -> Iterator[Callable[[RequestExit], None]]:
@@ -433,11 +431,6 @@ def _configured(config: Config) -> tuple[BackendConfig, ...]:
 def _aliases(config: Config) -> Aliases:
     # A model with its own entry keeps its name even if `*` maps all other names.
     return {model.name: model.stands_for or model.name for model in config.models if model.base is None}
-
-
-def _clients(config: Config) -> ClientLimits:
-    """Returns the limits per client address. Workers apply the configured limits themselves."""
-    return ClientLimits(clients_of_process(config) if config.workers == 1 else ClientsConfig())
 
 
 def _live_state(proxy: Proxy, now: float) -> LiveState:

@@ -34,7 +34,7 @@ from llmproxy.core.placement.policy import Placement
 from llmproxy.core.policy_registry import Faults
 from llmproxy.core.queueing.admission import RETRY_EMPTY_S
 from llmproxy.core.queueing.occupancy import Occupancy
-from llmproxy.core.queueing.rate_limits import RateName, Rates, expected
+from llmproxy.core.queueing.rate_limits import Rates, expected
 from llmproxy.core.queueing.usage_limits import UsageLimits
 from llmproxy.core.scaling.need import Need
 from llmproxy.core.scaling.observer import Scaling, replica_facts
@@ -80,8 +80,8 @@ class Pools:
         self._limit_divisor = 1
         self._make_placement = make_placement
         self._occupancy = Occupancy(settings.queue)
-        self._limits = UsageLimits(settings.limits, rates)
-        self.days = self._limits.days
+        self.limits = UsageLimits(settings.limits, rates)
+        self.days = self.limits.days
         self._lease_serial = count(1)
         self.health_events: deque[tuple[str, EjectionEvent]] = deque(maxlen=HEALTH_EVENTS_MAX)
         self.faults = Faults()  # The exceptions that policies raised.
@@ -145,7 +145,7 @@ class Pools:
         """
         self.settings = settings
         self._occupancy.reconfigure(settings.queue)
-        self._limits.reconfigure(self._split_usage_limits(), now)
+        self.limits.reconfigure(self._split_usage_limits(), now)
         self.scaling.reconfigure(settings.scaling)
         self.catalogue.named = frozenset(settings.scaling.pools)
         self.catalogue.unlisted = settings.unlisted
@@ -159,11 +159,11 @@ class Pools:
     def split_limits(self, divisor: int, now: float) -> None:
         """Divides every limit except bounds of the waiting room, because `divisor` processes decide independently."""
         self._limit_divisor = divisor
-        debts = self._limits.rates.debts(now)
+        debts = self.limits.rates.debts(now)
         # An exhausted rate is exhausted in each part too, and recovers after the same time.
-        self._limits.reconfigure({}, now)
-        self._limits.reconfigure(self._split_usage_limits(), now)
-        self._limits.rates.restore(debts, now)
+        self.limits.reconfigure({}, now)
+        self.limits.reconfigure(self._split_usage_limits(), now)
+        self.limits.rates.restore(debts, now)
         self.days.split(divisor)
         for backend in self.backends.values():
             backend.limit_divisor = divisor
@@ -225,7 +225,7 @@ class Pools:
         self._to_regroup = any(one.waiting for one in self._all)
 
     def _make(self, pool: str, placement: Placement) -> Scheduler:
-        parts = self._occupancy, self._limits, self._lease_serial
+        parts = self._occupancy, self.limits, self._lease_serial
         return Scheduler(pool, self.settings, *parts, placement, self.faults, (self.scaling.pool(pool),))
 
     def _assign(self, backend: Backend, new: Scheduler | None) -> None:
@@ -320,19 +320,11 @@ class Pools:
         if scheduler is not None:
             scheduler.restore(band, balances)
 
-    def rate_debts(self, now: float) -> dict[RateName, float]:
-        """Returns, for each rate limit in use, the seconds until it is unused again."""
-        return self._limits.rates.debts(now)
-
     def usage_left(self, name: str, now: float) -> dict[str, float | None]:
         """Returns the remaining part of each rate and budget of a limit; None without it."""
-        per_min, per_day = self._limits.rates.left_per_min(name, now), self.days.left(name, now)
+        per_min, per_day = self.limits.rates.left_per_min(name, now), self.days.left(name, now)
         names = ("requests_per_min", "tokens_per_min", "requests_per_day", "tokens_per_day")
         return dict(zip(names, (*per_min, *per_day), strict=True))
-
-    def restore_rates(self, debts: Mapping[RateName, float], now: float) -> None:
-        """Takes over the used part of rate limits from another process."""
-        self._limits.rates.restore(debts, now)
 
     def cancel(self, request: Request) -> Waited | None:
         """Removes the request of a client that left. Returns why it waited; None if nothing blocked it."""
@@ -346,17 +338,14 @@ class Pools:
             del self._of_lease[event.lease]
         leases.apply(event, now)
 
-    def cached(self, pool: str, lease: int, backend: str, hashes: Sequence[int]) -> None:
-        """Records that a backend has cached the prompt and the answer of an ended lease, given as block hashes."""
+    def cached(self, pool: str, lease: int | None, backend: str, hashes: Sequence[int]) -> None:
+        """Records that a backend has cached these blocks: the prompt and the answer of an ended lease.
+
+        None: another scheduler granted the lease.
+        """
         scheduler = self._scheduler_named(pool)
         if scheduler is not None:
             scheduler.cached(lease, backend, hashes)
-
-    def restore_prefix(self, pool: str, backend: str, hashes: Sequence[int]) -> None:
-        """Records blocks that another proxy process knows as cached on a backend."""
-        scheduler = self._scheduler_named(pool)
-        if scheduler is not None:
-            scheduler.restore_prefix(backend, hashes)
 
     def ended(self, request: Request, met: bool | None, now: float) -> None:
         """Notes the end of a request: served, refused or abandoned by its client. Called once per request.
@@ -364,7 +353,7 @@ class Pools:
         `met`: whether its objective was met; None without an objective or if the client left.
         """
         if request.limits:
-            self._limits.ended(request, now)
+            self.limits.ended(request, now)
         scheduler = self._scheduler_of(request)
         if scheduler is not None and request.id in (scaling := self.scaling.pools[scheduler.pool]).waiting:
             scaling.left(request)
@@ -374,7 +363,7 @@ class Pools:
     def goes_on_elsewhere(self, request: Request, now: float) -> None:
         """Keeps the tokens of a request charged to its limits, because it continues at another process."""
         if request.limits:
-            self._limits.rates.used(request, expected(request), now)
+            self.limits.rates.used(request, expected(request), now)
 
     # --- decisions -----------------------------------------------------------------------------------------------
 
@@ -398,7 +387,7 @@ class Pools:
                 decisions.append(decision)
                 if isinstance(decision, Grant):
                     self._of_lease[decision.lease] = scheduler.leases
-                    filled = filled or bool(decision.request.limits and self._limits.full(decision.request))
+                    filled = filled or bool(decision.request.limits and self.limits.full(decision.request))
             if filled:
                 # The limit may now block another pool's first request. Then the requests behind it can be granted.
                 others = (one for one in schedulers if one.waiting and one is not scheduler)
@@ -468,7 +457,7 @@ class Pools:
         for scheduler in self._all:
             pools.append(scheduler.snapshot(now, flows_left))
             flows_left -= sum(len(band.shown) for band in pools[-1].bands)
-        in_flight = self._limits.in_flight()
+        in_flight = self.limits.in_flight()
         names = sorted(in_flight, key=lambda name: -in_flight[name])[:LIMITS_MAX]
         limits = tuple(
             LimitSnapshot(
@@ -477,7 +466,7 @@ class Pools:
                 self.settings.limits[name].split(self._limit_divisor).in_flight
                 if name in self.settings.limits
                 else None,
-                *self._limits.rates.left_per_min(name, now),
+                *self.limits.rates.left_per_min(name, now),
             )
             for name in names
         )

@@ -37,7 +37,7 @@ from llmproxy.core.lease_observers import (
 )
 from llmproxy.core.leases import LeaseObserver, Leases
 from llmproxy.core.placement.policy import NO_CAPACITY, Placement
-from llmproxy.core.placement.staged import as_decode, staged
+from llmproxy.core.placement.staged import StagedPlacement, as_decode
 from llmproxy.core.policy_registry import Faults
 from llmproxy.core.pool_backends import PoolBackends
 from llmproxy.core.preemption import Preemption
@@ -79,7 +79,9 @@ class Scheduler:
         self.names = frozenset({pool})  # The base models that the pool serves, or served last.
         self._settings = settings
         self._limits = limits  # Shared by all pools, because a tenant may use several models.
-        self._placement = placement = staged(placement, settings.disaggregation)
+        if not isinstance(placement, StagedPlacement):
+            placement = StagedPlacement(placement, settings.disaggregation)
+        self._placement = placement
         self._backends = PoolBackends(settings.health)
         self._faults = faults  # Shared by all pools.
         self._drain = DrainRate()
@@ -157,7 +159,7 @@ class Scheduler:
 
     def drop_bound(self, backend: str) -> None:
         """Drops the waiting requests that only `backend` may serve."""
-        for queued in self._room.bound_to(backend):
+        for queued in [queued for queued in self._room.waiting.values() if queued.request.backend == backend]:
             self._shed.append(Drop(queued.request, Outcome.BAD_REQUEST, 0.0, self._room.leave(queued)))
 
     @property
@@ -208,15 +210,10 @@ class Scheduler:
         self._prefilled = [one for one in self._prefilled if one[0].id != request_id]
         return None
 
-    def cached(self, lease: int, backend: str, hashes: Sequence[int]) -> None:
-        """Notes the blocks of the prompt and the answer of an ended lease as cached on `backend`."""
-        # A process that is gone has no cache.
-        if self.leases.is_on_current_process(lease, backend):
-            self._faults.notify(self._placement.observer.cached, backend, hashes)
-
-    def restore_prefix(self, backend: str, hashes: Sequence[int]) -> None:
-        """Records blocks that another proxy process knows as cached on `backend`."""
-        if backend in self._backends.by_name:
+    def cached(self, lease: int | None, backend: str, hashes: Sequence[int]) -> None:
+        """Notes blocks as cached on `backend`; see `Pools.cached`. A process that is gone has no cache."""
+        is_there = backend in self._backends.by_name
+        if is_there and (lease is None or self.leases.is_on_current_process(lease, backend)):
             self._faults.notify(self._placement.observer.cached, backend, hashes)
 
     def ended(self, request: Request, met: bool | None, now: float) -> None:

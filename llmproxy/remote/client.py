@@ -21,7 +21,7 @@ from llmproxy.core.queueing.admission import refusal
 from llmproxy.remote import messages
 from llmproxy.remote.link import Sender
 from llmproxy.remote.messages import Answer, Message, Sendable, relative_to
-from llmproxy.scheduling.dispatcher import shutting_down
+from llmproxy.scheduling.dispatcher import loop_time, shutting_down
 from llmproxy.scheduling.lease import Lease
 
 UNSENT_MAX = 10_000  # Maximum number of reports kept without a link. They only correct estimates.
@@ -104,7 +104,7 @@ class LeaseClient:
     def _ask(self, asked: _Waiting) -> None:
         if (link := self.link) is not None:
             asked.sent = True
-            request = asked.request if link.local else relative_to(asked.request, _now())
+            request = asked.request if link.local else relative_to(asked.request, loop_time())
             link.send(messages.Admit(asked.call, request, asked.excluded, asked.entry))
 
     def ended(self, request: Request, met: bool | None) -> None:
@@ -196,7 +196,7 @@ class LeaseClient:
 
     def attach(self, link: Sender, prefixes: Iterable[messages.RememberedPrefix] = ()) -> None:
         """Uses a new link, and reports all waiting requests, running leases and `prefixes` on it."""
-        now = _now()
+        now = loop_time()
         self.link = link
         while self._unsent:
             link.send(self._unsent.popleft())
@@ -249,7 +249,7 @@ class LeaseClient:
             return
         link, at_s = self.link, message.at_s
         if link is not None and not link.local:
-            at_s += _now()
+            at_s += loop_time()
             link.send(messages.LeaseAcknowledged(message.call))
         # Each loop reads the clock once a turn, so the grant may seem earlier than the request.
         grant = Grant(
@@ -280,7 +280,7 @@ class LeaseClient:
 
     def refuse_waiting(self, since_s: float) -> None:
         """Refuses waiting requests past their deadline; from `since_s` on, all waiting requests."""
-        now = _now()
+        now = loop_time()
         for asked in [*self._waiting.values()]:
             if asked.granted.done():
                 continue
@@ -311,7 +311,3 @@ def _running(call: int, run: _Run, request: Request, now: float) -> messages.Run
     return messages.RunningLease(
         call, request, grant.placed, now - grant.at_s, started_age_s, run.committed, run.output_tokens
     )
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -260,7 +260,7 @@ class LeaseServer:
                     self._loop.call_soon(self.forget, request_id)
                 self._other(message)
             case messages.RememberedPrefix(pool, backend, hashes):
-                self._dispatcher.pools.restore_prefix(pool, backend, hashes)
+                self._dispatcher.pools.cached(pool, None, backend, hashes)
             case _:
                 self._other(message)
 

@@ -102,7 +102,7 @@ class Dispatcher:
             await self.reserve(request)
         if not self.granting or (self.draining and entry is AdmissionKind.NEW):
             raise shutting_down()
-        self.pools.submit(request, _now(), excluded, entry)
+        self.pools.submit(request, loop_time(), excluded, entry)
         granted: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
         self._waiting[request.id] = request, granted
         if len(self._waiting) == 1 and not self._scheduled:
@@ -132,7 +132,7 @@ class Dispatcher:
             del self._waiting[request.id]
             self._note_left(request, self.pools.cancel(request))
         elif granted.done() and not granted.cancelled() and granted.exception() is None:
-            self.apply(Returned(granted.result().grant.lease, Verdict.CLIENT_GONE), _now())
+            self.apply(Returned(granted.result().grant.lease, Verdict.CLIENT_GONE), loop_time())
         self._decide_soon()
 
     def _note_left(self, request: Request, waited: Waited | None) -> None:
@@ -180,7 +180,7 @@ class Dispatcher:
 
     def ended(self, request: Request, met: bool | None) -> None:
         """Records the end of a request. `met`: whether it met its objective; None if that is unknown."""
-        self.pools.ended(request, met, _now())
+        self.pools.ended(request, met, loop_time())
 
     def cached(self, pool: str, lease: int, backend: str, hashes: Sequence[int]) -> None:
         """Records that a backend has cached the prompt and the answer of an ended lease, given as block hashes."""
@@ -203,12 +203,12 @@ class Dispatcher:
             return target
         meant = catalogue.resolve_alias(name, key, beside)
         expected = catalogue.ever_read or meant in catalogue.named
-        ends_s = _now() + (no_backend_wait_s if expected else min(no_backend_wait_s, limits.startup_wait_s))
+        ends_s = loop_time() + (no_backend_wait_s if expected else min(no_backend_wait_s, limits.startup_wait_s))
         while True:
             try:
                 return catalogue.resolve(name, key, beside)
             except Refused as refused:
-                if refused.outcome is not Outcome.REJECTED_NO_BACKENDS or _now() >= ends_s:
+                if refused.outcome is not Outcome.REJECTED_NO_BACKENDS or loop_time() >= ends_s:
                     raise
                 if self.draining:
                     raise shutting_down() from None
@@ -220,7 +220,7 @@ class Dispatcher:
             unresolved.requests += 1
             self.nameless += 1
             self._nameless_bytes += body_bytes
-            self.pools.scaling.count_on_hold(named, 1, _now())
+            self.pools.scaling.count_on_hold(named, 1, loop_time())
             try:
                 async with asyncio.timeout_at(ends_s):
                     await unresolved.resolved.wait()
@@ -229,7 +229,7 @@ class Dispatcher:
             finally:
                 self.nameless -= 1
                 self._nameless_bytes -= body_bytes
-                self.pools.scaling.count_on_hold(named, -1, _now())
+                self.pools.scaling.count_on_hold(named, -1, loop_time())
                 unresolved.requests -= 1
                 if not unresolved.requests and not unresolved.resolved.is_set():
                     del self._unresolved[meant]
@@ -237,7 +237,7 @@ class Dispatcher:
     # --- for pollers --------------------------------------------------------------------------------------------------
 
     def answered(self, backend: str) -> None:
-        self.pools.backends[backend].answered(_now())
+        self.pools.backends[backend].answered(loop_time())
         self._decide_soon()
 
     def observe(self, backend: str, reading: Reading) -> None:
@@ -254,7 +254,7 @@ class Dispatcher:
         self._decide_soon()
 
     def timed_out(self, backend: str) -> None:
-        self.pools.backends[backend].timed_out(_now())
+        self.pools.backends[backend].timed_out(loop_time())
         self._decide_soon()
 
     def troubled(self, backend: str, trouble: Trouble, detail: str) -> None:
@@ -293,7 +293,7 @@ class Dispatcher:
             emptied = self._emptied.setdefault(backend, asyncio.Event())
             # The expiry of an unfetched prompt is no event, hence the timeout.
             with suppress(TimeoutError):
-                async with asyncio.timeout_at(self.pools.backends[backend].kv_pinned_until_s(_now())):
+                async with asyncio.timeout_at(self.pools.backends[backend].kv_pinned_until_s(loop_time())):
                     await emptied.wait()
 
     # --- decisions ----------------------------------------------------------------------------------------------------
@@ -404,7 +404,7 @@ class Dispatcher:
 
     def _is_empty(self, backend: str) -> bool:
         """Returns whether nothing is in flight on a backend, and it keeps no prompt for another backend."""
-        return not self.in_flight(backend) and self.pools.backends[backend].kv_pinned_until_s(_now()) is None
+        return not self.in_flight(backend) and self.pools.backends[backend].kv_pinned_until_s(loop_time()) is None
 
     def close(self) -> None:
         self._closed = True
@@ -412,7 +412,7 @@ class Dispatcher:
             self._timer.cancel()
 
 
-def _now() -> float:
+def loop_time() -> float:
     return asyncio.get_running_loop().time()
 
 

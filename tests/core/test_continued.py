@@ -284,7 +284,7 @@ def test_a_usage_limit_counts_the_prompt_once_and_all_tokens_of_the_answer() -> 
     settings = tight(limits={"tenant:t": UsageLimit(tokens_per_min=1e6, requests_per_min=1e6)})
     of = _run(asked, settings, broken=True)
     now = float(len(asked) - 1)
-    debts = of.rate_debts(now)
+    debts = of.limits.rates.debts(now)
     used = list(accumulate((prompt + output for _, prompt, output, *_ in asked), initial=0))
     # The bucket refills while the requests come.
     level = 0.0

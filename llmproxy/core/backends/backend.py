@@ -394,7 +394,8 @@ class Backend:
         kv_used = view.kv_used
         if view.kv_tokens:
             kv_used -= self._own.sum_debits(leases) / view.kv_tokens
-        return replace(view, load=view.load - self._own.count_sequences(leases), kv_used=kv_used)
+        sequences = sum(self.bookings[lease].request.sequences for lease in leases)
+        return replace(view, load=view.load - sequences, kv_used=kv_used)
 
     # --- the view ------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 from math import ceil, floor
 from typing import Protocol
 
-PLATEAU_READINGS = 3  # Consecutive readings with a queue that prove it. One may show a request between two steps.
+PLATEAU_READINGS = 3  # Consecutive readings with a queue that prove it. A single one may be chance.
 PROVEN_READINGS = 2  # As PLATEAU_READINGS, if sequences can only wait for a place in the batch.
 UNPUBLISHED = 256  # Limit of a backend without metrics: vLLM's default batch limit.
 CALM_READINGS_MIN, CALM_READINGS_MAX = 5, 160

@@ -73,9 +73,6 @@ class Bookings:
     def sum_debits(self, leases: list[int]) -> int:
         return sum(self._debits.get(lease, 0) for lease in leases)
 
-    def count_sequences(self, leases: list[int]) -> int:
-        return sum(self.by_lease[lease].request.sequences for lease in leases)
-
     def last_waiting(self, reading: Reading | None) -> Iterator[int]:
         """Yields the leases that wait in the engine according to `reading`, the newest first.
 

@@ -93,7 +93,8 @@ class Catalogue:
             return targets
         listing = None if beside is None else self._listings.get(beside)
         eligible = targets.keys() & {card.name for card in listing.cards} if listing is not None else set()
-        eligible = eligible or {one for one in targets if self._may_be_served(one)} or set(targets)
+        known = self.served.keys() | self.named | self.promised
+        eligible = eligible or targets.keys() & known or set(targets)
         return _choose({one: weight for one, weight in targets.items() if one in eligible}, f"{name}\0{key}")
 
     def _unlisted_entry(self, name: str) -> str | None:
@@ -114,9 +115,6 @@ class Catalogue:
             return self.unlisted[entry]
         # Aliases are not followed recursively, so that an alias can be its own target.
         return self.aliases.get(name) or self.aliases.get(ANY, name)
-
-    def _may_be_served(self, name: str) -> bool:
-        return name in self.served or name in self.named or name in self.promised
 
     def pool_of(self, backend: str) -> str | None:
         """Returns the pool of a backend; None if the backend has not listed its models or lists no base model."""
@@ -216,7 +214,8 @@ class Catalogue:
 
     def _rebuild(self) -> None:
         listings = {backend: listing for backend, listing in sorted(self._listings.items()) if listing is not None}
-        bases = {backend: names for backend, listing in listings.items() if (names := _base_models(listing))}
+        bases = {name: [card.name for card in one.cards if card.parent is None] for name, one in listings.items()}
+        bases = {backend: names for backend, names in bases.items() if names}
         listed = Counter(name for names in bases.values() for name in set(names))
         first = Counter(names[0] for names in bases.values())
 
@@ -264,10 +263,6 @@ def _choose(weights: Mapping[str, float], key: str) -> str:
     point = xxh64_intdigest(key.encode("utf-8", "surrogatepass")) / 2**64 * ends[-1]
     # Rounding may put the largest hashes at the end of the last name.
     return list(weights)[min(bisect_right(ends, point), len(ends) - 1)]
-
-
-def _base_models(listing: Listing) -> tuple[str, ...]:
-    return tuple(card.name for card in listing.cards if card.parent is None)
 
 
 def _joined(lists: Iterable[Iterable[str]]) -> list[frozenset[str]]:

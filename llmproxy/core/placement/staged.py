@@ -52,11 +52,6 @@ def as_stage(request: Request, stage: Stage) -> Request:
     return as_prefill(request) if stage is Stage.PREFILL else as_decode(request)
 
 
-def staged(placement: Placement, settings: Disaggregation) -> StagedPlacement:
-    """Wraps `placement` to split requests by `settings`. Returns `placement` itself if it already splits requests."""
-    return placement if isinstance(placement, StagedPlacement) else StagedPlacement(placement, settings)
-
-
 class StagedPlacement(Placement):
     """Places whole requests and stages by another placement, `inner`. Only `inner` has prices and learned speeds.
 

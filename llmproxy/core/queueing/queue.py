@@ -6,6 +6,7 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from heapq import merge
 from math import inf
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from msgspec import Struct
@@ -79,7 +80,7 @@ class _Line:
             only = heap.least()
             return None if only is None else only[2]
         entries = [entry for heap in self.heaps.values() if (entry := heap.least()) is not None]
-        return min(entries, key=_key)[2] if entries else None
+        return min(entries, key=itemgetter(0))[2] if entries else None
 
     def before(self, queued: Queued) -> int | None:
         own = self.heaps[_heap_of(queued)]
@@ -98,7 +99,7 @@ class _Line:
     def _merged(self) -> Generator[Queued, None, None]:
         heaps = [heap.first(FLOW_LOOK_MAX) for heap in self.heaps.values()]
         try:
-            yield from merge(*heaps, key=_place)
+            yield from merge(*heaps, key=attrgetter("key"))
         finally:
             for heap in heaps:
                 heap.close()
@@ -106,14 +107,6 @@ class _Line:
 
 def _heap_of(queued: Queued) -> str:
     return queued.request.model if queued.request.adapter is None else ""
-
-
-def _key(entry: HeapEntry[Key, Queued]) -> Key:
-    return entry[0]
-
-
-def _place(queued: Queued) -> Key:
-    return queued.key
 
 
 class Band:

@@ -18,9 +18,6 @@ class _Use:
         self.most = most
 
 
-_UNLIMITED = _Use(None)  # The use of a limit that the configuration no longer has, while requests still refer to it.
-
-
 class UsageLimits:
     """The usage of all limited tenants and models, over all pools of the process.
 
@@ -47,9 +44,6 @@ class UsageLimits:
         self.rates.reconfigure(limits, now)
         self.days.reconfigure(limits)
 
-    def _use(self, name: str) -> _Use:
-        return self._uses.get(name, _UNLIMITED)
-
     def _tidy(self, name: str) -> None:
         """Forgets a removed limit, once nothing is in flight under it."""
         if name not in self._limits and not self._uses[name].in_flight:
@@ -70,8 +64,8 @@ class UsageLimits:
 
     def free(self, name: str) -> int:
         """Returns how many more requests may be in flight under a limit; `UNBOUNDED_FREE` if the limit was removed."""
-        use = self._use(name)
-        if use.most is None:
+        use = self._uses.get(name)
+        if use is None or use.most is None:
             return UNBOUNDED_FREE
         return max(0, use.most - use.in_flight)
 

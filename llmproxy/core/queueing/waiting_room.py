@@ -170,10 +170,6 @@ class WaitingRoom:
         """Returns the limit that `request` would exceed if the requests `without` had left; None if it fits."""
         return self._occupancy.full(request, [queued.request for queued in without] if without else ())
 
-    def bound_to(self, backend: str) -> list[Queued]:
-        """Returns the waiting requests that only `backend` may serve."""
-        return [queued for queued in self.waiting.values() if queued.request.backend == backend]
-
     def newest_below(self, level: int) -> Generator[Queued, None, None]:
         """Yields the requests of bands below `level`: the lowest band first, and in a band the newest request first and
         the rests of streams last.

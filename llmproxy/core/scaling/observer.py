@@ -300,13 +300,9 @@ def replica_facts(view: View, limit: BatchLimit, pace: BackendPace | None, ceili
         view.kv_tokens,
         view.kv_used if view.reading is not None else None,
         view.max_adapters,
-        1.0 if pace is None else _relative_speed(pace),
+        # Relative to a replica of the usual speed in its pool.
+        1.0 if pace is None else 2.0 / max(0.1, pace.prefill_factor + pace.step_factor),
         view.role is Role.PREFILL,
         not view.has_room(ceiling),
         view.backend,
     )
-
-
-def _relative_speed(pace: BackendPace) -> float:
-    """Returns the speed of a backend relative to a replica of the usual speed in its pool."""
-    return 2.0 / max(0.1, pace.prefill_factor + pace.step_factor)

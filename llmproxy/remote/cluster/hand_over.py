@@ -51,7 +51,7 @@ class HandOver:
             return
         self._announced_s = now
         yield from self.balances.deltas(self._pools.balances())
-        yield from self._rate_debts.deltas(self._pools.rate_debts(now), now)
+        yield from self._rate_debts.deltas(self._pools.limits.rates.debts(now), now)
         if now >= self._learned_announced_s + LEARNED_S and (learned := self._merged_learned()) != self.learned:
             self._learned_announced_s, self._learned_received_s, self.learned = now, now, learned
             yield learned
@@ -89,7 +89,7 @@ class HandOver:
             self._callbacks.restore_learned(self.learned, self._learned_received_s)
         for (pool, band), flows in self.balances.latest.items():
             self._pools.restore(pool, band, flows)
-        self._pools.restore_rates(self._rate_debts.remaining(now), now)
+        self._pools.limits.rates.restore(self._rate_debts.remaining(now), now)
 
 
 class AnnouncedBalances:

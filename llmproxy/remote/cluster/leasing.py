@@ -22,7 +22,7 @@ from llmproxy.remote.cluster.election import Leadership
 from llmproxy.remote.cluster.network import Network
 from llmproxy.remote.link import Link, Sender
 from llmproxy.remote.messages import Hello, Message, RememberedPrefix, ToMember
-from llmproxy.scheduling.dispatcher import Dispatcher
+from llmproxy.scheduling.dispatcher import Dispatcher, loop_time
 
 PREFIXES_MAX = 2_000  # Prompts that a member remembers for its next leader.
 HASHES_MAX = 100_000  # Block hashes of all prompts: 50 MB of text, 4 MB of memory, 1 MB of frames.
@@ -102,7 +102,7 @@ class ClusterLeasing(LeaseClient):
         Returns when both processes know the name, because a leader refuses unknown names. Once this member knows the
         name, waits for the leader for at most DISCOVERY_LAG_S.
         """
-        ends_s = _now() + no_backend_wait_s
+        ends_s = loop_time() + no_backend_wait_s
         try:
             return await self._local.resolve(name, 0.0, body_bytes, key, beside)
         except Refused as refused:
@@ -110,13 +110,13 @@ class ClusterLeasing(LeaseClient):
                 raise
 
         def message(call: int) -> messages.Resolve:
-            return messages.Resolve(call, name, ends_s - _now(), body_bytes, key, beside)
+            return messages.Resolve(call, name, ends_s - loop_time(), body_bytes, key, beside)
 
         asking = asyncio.create_task(self._ask_leader(message), name="hold at the leader")
         try:
             target = await self._local.resolve(name, no_backend_wait_s, body_bytes, key, beside)
             if not self.is_leader:
-                await asyncio.wait([asking], timeout=min(DISCOVERY_LAG_S, ends_s - _now()))
+                await asyncio.wait([asking], timeout=min(DISCOVERY_LAG_S, ends_s - loop_time()))
             return target
         finally:
             asking.cancel()
@@ -155,7 +155,7 @@ class ClusterLeasing(LeaseClient):
     def exited(self, ended: RequestExit) -> None:
         """Reports the exit of a request, for the page of a leader in another process."""
         if self.is_remote:
-            self.report(messages.ExitReport(ended.later(-_now())))
+            self.report(messages.ExitReport(ended.later(-loop_time())))
 
     def drain(self, *, finish_waiting: bool = False) -> None:
         self._local.drain(finish_waiting=True)
@@ -245,7 +245,3 @@ class Dialer:
         if self._attempt is not None:
             self._attempt.cancel()
             await asyncio.gather(self._attempt, return_exceptions=True)
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from functools import partial
 from math import inf
@@ -15,7 +14,7 @@ from llmproxy.remote.cluster.sessions import MemberSession
 from llmproxy.remote.link import LocalLink
 from llmproxy.remote.messages import FromMember, Hello, ResponseStored
 from llmproxy.remote.server import Services
-from llmproxy.scheduling.dispatcher import Dispatcher
+from llmproxy.scheduling.dispatcher import Dispatcher, loop_time
 
 _log = structlog.get_logger()
 
@@ -34,7 +33,7 @@ class StandaloneMode:
         """Enters standalone mode."""
         self.limit_divisor = limit_divisor
         _log.warning("cluster_standalone_began", parts=limit_divisor, without_leader_s=round(without_leader_s, 3))
-        self._dispatcher.pools.split_limits(limit_divisor, _now())
+        self._dispatcher.pools.split_limits(limit_divisor, loop_time())
         session = self._session = MemberSession(services, me, lambda: None)
         session.attach(LocalLink(self._leasing.handle))
         self._leasing.follow(LocalLink(partial(self._handle, session)))
@@ -60,8 +59,4 @@ class StandaloneMode:
             self._leasing.response_stored(stored.response_id, stored.backend, stored.tenant)
         self._session.end(requests_continue=True)
         self._session, self.limit_divisor = None, 0
-        self._dispatcher.pools.split_limits(1, _now())
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
+        self._dispatcher.pools.split_limits(1, loop_time())

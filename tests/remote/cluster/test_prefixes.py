@@ -76,8 +76,8 @@ async def test_prefixes_of_unknown_backends_are_left_out() -> None:
         assert len([*one.leasing._prefixes.all()]) == 1
         one.dispatcher.pools.remove_backend(backend)
         assert not [*one.leasing._prefixes.all()]
-        one.dispatcher.pools.restore_prefix(BASE, backend, PROMPT)
-        one.dispatcher.pools.restore_prefix("gone", "b", PROMPT)
+        one.dispatcher.pools.cached(BASE, None, backend, PROMPT)
+        one.dispatcher.pools.cached("gone", None, "b", PROMPT)
         assert known(one) == {}
 
 
