@@ -133,10 +133,7 @@ class ChargeObserver(LeaseObserver):
 
 
 def decode_follows(lease: LeaseRecord, event: Returned) -> bool:
-    """Returns whether a lease that ended with `event` is a prefill stage that a decode stage follows.
-
-    The prefill must have `started`, because a refused prompt also ends with SERVED.
-    """
+    """Returns whether a prefill stage ended with success. A refused prompt ends with SERVED, but never starts."""
     return lease.request.stage is PREFILL and event.verdict is Verdict.SERVED and lease.started
 
 

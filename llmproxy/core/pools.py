@@ -139,10 +139,7 @@ class Pools:
             scheduler.drop_bound(name)
 
     def reconfigure(self, settings: Settings, aliases: Aliases, now: float) -> None:
-        """Applies new settings and aliases from the next decision on.
-
-        Waiting requests, requests in flight and learned values are kept. Policy objects keep their settings.
-        """
+        """Applies new settings and aliases from the next decision on. Policy objects keep their settings."""
         self.settings = settings
         self._occupancy.reconfigure(settings.queue)
         self.limits.reconfigure(self._split_usage_limits(), now)
@@ -339,19 +336,13 @@ class Pools:
         leases.apply(event, now)
 
     def cached(self, pool: str, lease: int | None, backend: str, hashes: Sequence[int]) -> None:
-        """Records that a backend has cached these blocks: the prompt and the answer of an ended lease.
-
-        None: another scheduler granted the lease.
-        """
+        """Records that a backend has cached these blocks, from a lease or (None) before this scheduler began."""
         scheduler = self._scheduler_named(pool)
         if scheduler is not None:
             scheduler.cached(lease, backend, hashes)
 
     def ended(self, request: Request, met: bool | None, now: float) -> None:
-        """Notes the end of a request: served, refused or abandoned by its client. Called once per request.
-
-        `met`: whether its objective was met; None without an objective or if the client left.
-        """
+        """Records the end of a request, once. `met`: whether it met its objective; None if that is unknown."""
         if request.limits:
             self.limits.ended(request, now)
         scheduler = self._scheduler_of(request)

@@ -95,10 +95,7 @@ _NOT_NOW = frozenset({408, 409, 425, 429, 503, 529})
 
 
 def cause_of(status: int, *, own_key: bool = True) -> Cause:
-    """Returns the cause of a failed response, judged by its status (not 2xx) alone.
-
-    `own_key`: the request carried the key of the proxy, not the key of its client.
-    """
+    """Returns the cause of a failed response by its status. `own_key`: the request carried the proxy's key."""
     if status < 400:
         return Cause.NOT_SERVED
     if status in _NOT_NOW:
@@ -126,10 +123,7 @@ class RetryBudget:
         self._bucket.take(-self.ratio, 0.0)
 
     def take(self, verdict: Verdict, *, rest: bool = False) -> bool:
-        """Returns whether an attempt that ended with `verdict` may be retried; if so, counts the retry.
-
-        `rest`: the retry generates the rest of a stream that broke.
-        """
+        """Returns whether an attempt may be retried, and counts the retry. `rest`: for the rest of a stream."""
         costs_nothing = not rest and verdict in (Verdict.CONNECT_FAILED, Verdict.LOST, Verdict.LOCAL_FAILURE)
         return costs_nothing or self._bucket.try_take(1.0, 0.0)
 

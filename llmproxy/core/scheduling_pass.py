@@ -193,10 +193,7 @@ class Pass(Struct):
         return passes_over(map(room.bands.__getitem__, above), view, self.parts.limits)
 
     def _preempt(self, level: int, *, some_room: bool = False) -> None:
-        """Preempts leases for requests of a band that find no slot.
-
-        `some_room`: some backends have free slots; requests that these backends can serve need no preemption.
-        """
+        """Preempts leases for requests of a band, unless a backend with free slots can serve them (`some_room`)."""
         if level <= DEFAULT or not self.parts.preemption.open:
             return
         ready: Sequence[View] = ()

@@ -24,10 +24,7 @@ _log = structlog.get_logger()
 
 
 class Acceptor:
-    """Accepts connections on listening sockets until `close`, with a new protocol from `factory` for each connection.
-
-    `accepted` is called with each transport, after the protocol's `connection_made`.
-    """
+    """Accepts connections until `close`, with a protocol of `factory` for each. `accepted` gets the transport."""
 
     def __init__(
         self,

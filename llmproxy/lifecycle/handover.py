@@ -99,10 +99,7 @@ def inherited_drains(environment: MutableMapping[str, str]) -> frozenset[str]:
 
 
 async def successor(sockets: Sockets, drained: Collection[str] = ()) -> subprocess.Popen[bytes]:
-    """Starts this program again on the same sockets, and waits until the new process serves.
-
-    Cancellation kills the new process. Raises SuccessorFailedError.
-    """
+    """Starts this program again on the same sockets, and waits until it serves. Raises SuccessorFailedError."""
     try:
         reads, writes = os.pipe()
     except OSError as error:

@@ -57,10 +57,7 @@ class Sockets:
 
     @classmethod
     def from_environment(cls, environment: MutableMapping[str, str], pid: int) -> Sockets:
-        """Returns the sockets that process `pid` inherited, and removes the variables from `environment`.
-
-        Raises ConfigError for descriptors that are not listening TCP sockets.
-        """
+        """Takes the sockets that process `pid` inherited out of `environment`. Raises ConfigError."""
         inherits = environment.pop(PREDECESSOR, None)
         meant_for, count = environment.pop("LISTEN_PID", None), environment.pop("LISTEN_FDS", None)
         environment.pop("LISTEN_FDNAMES", None)

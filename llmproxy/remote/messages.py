@@ -85,10 +85,7 @@ class PageRequest(Message, frozen=True, tag=4):
 
 
 class DirectRequest(Message, frozen=True, tag=29):
-    """Calls `Dispatcher.direct`, until the worker sends `CancelCall`.
-
-    The call has no result. The scheduler process sends `CallRefused` if the worker must end the request.
-    """
+    """Calls `Dispatcher.direct` until `CancelCall`. `CallRefused` means that the worker must end the request."""
 
     call: int
     backend: str

@@ -15,10 +15,7 @@ _BEGINNING_CHARS = 160
 
 
 class Split(StrEnum):
-    """How a request was served in a pool with roles, or why it was not split.
-
-    All values except the first two name a failure, after which one backend served the whole request.
-    """
+    """How a request was served in a pool with roles. A failure means that one backend served the whole request."""
 
     SPLIT = "split"  # Prefill and decode on two backends.
     WHOLE = "whole"  # A single backend, because that was cheaper or the only possibility.

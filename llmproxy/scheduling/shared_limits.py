@@ -117,10 +117,7 @@ class SharedLimits:
     # --- for requests -------------------------------------------------------------------------------------------------
 
     async def reserve(self, request: Request) -> None:
-        """Charges a new request in the store, before `admit`. A cancelled charge is refunded.
-
-        Raises Refused: `rate_limited` if a rate is used up, `rejected_limits_unavailable` if the store is away.
-        """
+        """Charges a new request in the store, before `admit`. A cancelled charge is refunded. Raises Refused."""
         rates = tuple(rate for name in request.limits for rate in self._rates.get(name, ()))
         if not rates:
             return

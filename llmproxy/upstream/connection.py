@@ -26,10 +26,7 @@ _SWITCHING_PROTOCOLS = 101
 
 
 class ConnectionDropped(UpstreamBroken):
-    """A reused connection broke before any byte of the response, at `at_s` on the event loop's clock.
-
-    Most likely the backend closed its idle connection at the same moment, which says nothing about its health.
-    """
+    """A reused connection broke before any byte of the response. The backend may be healthy."""
 
     def __init__(self, why: str, at_s: float) -> None:
         super().__init__(why)

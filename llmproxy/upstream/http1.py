@@ -6,10 +6,7 @@ from collections.abc import Iterable
 
 
 def head(first_line: str, fields: Iterable[tuple[str, str]]) -> bytes:
-    """Returns a request or status line and its fields, including the empty line.
-
-    Raises ValueError for a line break in the first line or in a field, because it would add another field.
-    """
+    """Returns a first line and fields as bytes. Raises ValueError for a line break, which would add a field."""
     lines = [first_line]
     for name, value in fields:
         lines.append(f"{name}: {value}")

@@ -19,10 +19,7 @@ class ConnectFailed(Exception):  # noqa: N818 - a fact about one attempt, not an
 
 
 class LocalFailure(ConnectFailed):
-    """The backend is not the cause: there is no free descriptor or local port, or its host name does not resolve.
-
-    `message` is for the client, and names no backend.
-    """
+    """The backend is not the cause: no descriptor or local port is free, or its name does not resolve."""
 
     def __init__(self, lack: str, detail: str) -> None:
         super().__init__(detail)

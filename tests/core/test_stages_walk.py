@@ -177,7 +177,7 @@ class Walk:
 
     def check(self) -> None:
         self.pools.check(self.now)
-        assert self.pools._limits.in_flight()["tenant:t"] == self.in_flight() <= IN_FLIGHT
+        assert self.pools.limits.in_flight()["tenant:t"] == self.in_flight() <= IN_FLIGHT
         for name, backend in self.pools.backends.items():
             assert backend.own_in_flight == sum(grant.placed.backend == name for grant in self.held.values())
 

@@ -1,7 +1,4 @@
-"""Computes how long a backend may send nothing because it loads LoRA adapters.
-
-vLLM loads an adapter inside an engine step, so all streams of the engine pause meanwhile.
-"""
+"""How long a backend may send nothing: vLLM loads LoRA adapters inside engine steps, which pauses all streams."""
 
 from __future__ import annotations
 
@@ -18,10 +15,7 @@ SAME_STEP_S = 0.05  # Requests within this time may start in one engine step, wi
 
 
 class LongestLoad:
-    """The longest time of one kind of delay in a pool, such as the load of an adapter. The time decays slowly.
-
-    `LoadTimesByTier` has the mean load times, which a placement uses.
-    """
+    """The longest time of one kind of delay in a pool, such as the load of an adapter. It decays slowly."""
 
     def __init__(self, guess_s: float = GUESS_S) -> None:
         self.load_s = guess_s

@@ -121,10 +121,7 @@ class Backend:
         self._changed()
 
     def replaced(self) -> None:
-        """Resets all values that were read from the old process, because a new process has this name.
-
-        Requests in flight on the old process continue, and count as load until they end.
-        """
+        """Resets values read from the old process. Its requests in flight count as load until they end."""
         # Until a poll succeeds.
         self.health.down = True
         self._forget_process()

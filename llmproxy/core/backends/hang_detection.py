@@ -108,10 +108,7 @@ class HangDetection:
         )
 
     def stuck(self, backend: BackendStreams, now: float) -> bool:
-        """Returns whether a backend with answers in flight generates no tokens.
-
-        False until the token counter of some engine of the pool has increased without the end of a request.
-        """
+        """Returns whether a backend with answers in flight generates no tokens, in a pool that counts them."""
         reading = backend.reading
         return (
             self._counts_steps

@@ -89,10 +89,7 @@ class Peers:
         self.members: dict[str, Health] = {}
 
     def may_eject(self, one: Health) -> bool:
-        """Returns whether `ejected_ratio_max` allows the ejection of `one`, and other backends can take its requests.
-
-        Backends that are down or drained are not counted.
-        """
+        """Returns whether `one` may be ejected: not too many are, and others can take its requests."""
         up = [health for health in self.members.values() if not (health.down or health.drained)]
         spared = sum(health.ejected for health in up) < max(1, int(self.ejected_ratio_max * len(up)))
         return spared and self.others_up(one)

@@ -168,10 +168,7 @@ class OutlierDetection:
     def progress(
         self, lease: int, output_tokens: int, sequences: int, kv_used: float | None, now: float
     ) -> bool | None:
-        """Records that a stream has about `output_tokens` tokens, while `sequences` are in flight on its backend.
-
-        Returns whether the backend has normal speed; None if it is too early to say.
-        """
+        """Records the tokens of a stream. Returns whether the backend is fast; None if it is too early to say."""
         stream = self._streams.get(lease)
         if stream is None or stream.whole:
             # The span of a non-streamed answer is the whole answer.
@@ -184,10 +181,7 @@ class OutlierDetection:
         return self._observed(stream, output_tokens, sequences, kv_used, now)
 
     def read(self, name: str, reading: Reading, sequences: int) -> bool | None:
-        """Learns from a scrape of a backend with `sequences` of this proxy in flight.
-
-        Returns whether the backend has normal speed; None if it is too early to say.
-        """
+        """Learns from a scrape. Returns whether the backend is fast; None if it is too early to say."""
         backend, now = self._backends.get(name), reading.taken_at_s
         if backend is None:
             return None
@@ -312,10 +306,7 @@ class OutlierDetection:
         return hung, self._judge(now) if now >= self._judge_s else {}
 
     def give_up(self, backend: str, hang: Hang, now: float) -> Iterator[int]:
-        """Returns the leases of a hung backend without visible progress. The caller revokes them.
-
-        Streams that have begun are only given up if `hang` is proved.
-        """
+        """Returns the leases of a hung backend to revoke; streams that have begun only if `hang` is proved."""
         streams = self._backends[backend]
         unstarted, streams.unstarted = streams.unstarted, {}
         if self._hangs.idle(streams, now):

@@ -52,10 +52,7 @@ class Estimator:
         return self._models.get(model, UNLEARNED).bytes_per_token
 
     def learn(self, model: str, prompt_bytes: int | None, sequences: int | None, usage: Usage) -> None:
-        """Learns from the `usage` of one answer.
-
-        `prompt_bytes` is None if the prompt was sent as token ids, `sequences` is None if the engine generates nothing.
-        """
+        """Learns from an answer. None: the prompt was token ids, or the engine generates nothing."""
         learned = self._models.get(model)
         if learned is None:
             learned = Estimate()

@@ -45,18 +45,12 @@ class Placement(ABC):
         """
 
     def lost(self, backend: str) -> None:
-        """Event: the process behind `backend` is gone or moved to another pool, so its cache no longer counts.
-
-        Leases on the backend may still run; their events are reported until they end.
-        """
+        """Event: the process behind `backend` is gone or moved to another pool. Its leases may still run."""
 
     def quote(
         self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
     ) -> Quote | None:
-        """Returns the cheapest backend and its price, even if `place` would wait for it.
-
-        Returns None if no backend qualifies, or if the placement has no prices.
-        """
+        """Returns the cheapest backend, even if `place` would wait for it; None without backend or prices."""
         return None
 
     def ready(self, views: Sequence[View], band: int, ceiling: float, now: float) -> list[View]:

@@ -15,10 +15,7 @@ HEADROOM_COST = 0.05  # Cost of a second of headroom under an objective, because
 
 
 class PriceRow(Struct, frozen=True):
-    """A `Price` as a row of numbers: two Python objects instead of nine.
-
-    Many rows of past decisions are stored, and the garbage collector visits all of them.
-    """
+    """A `Price` as a row of numbers, because the garbage collector visits all stored objects."""
 
     backend: str
     total_s: float

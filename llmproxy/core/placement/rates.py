@@ -72,10 +72,7 @@ class Attention:
 
 
 class _WeightedRatio:
-    """The time of a backend divided by its pool's expected time, and the variance of that ratio.
-
-    Older observations lose weight exponentially. Their expected time is computed with the current line.
-    """
+    """The time of a backend divided by its pool's expected time, and its variance. Old observations fade."""
 
     def __init__(self, keep: float) -> None:
         self._keep = keep

@@ -105,10 +105,7 @@ class StagedPlacement(Placement):
         return placed
 
     def answering(self, request: Request, views: Sequence[View], excluded: frozenset[str]) -> Sequence[View]:
-        """Returns the `views` that are not of role `prefill`; all `views` if none of these can take `request`.
-
-        Engines do not enforce roles, so a prefill backend can serve a whole request as the last resort.
-        """
+        """Returns the `views` without role `prefill`; as a last resort all, because engines ignore roles."""
         model = request.model
         if model not in self._answering_for:
             self._answering_for[model] = {view.backend for view in self._answering if model in view.served}

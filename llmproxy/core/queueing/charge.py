@@ -39,10 +39,7 @@ charges: Registry[Callable[[Settings], Charge]] = Registry("charged resource")
 
 @charges.register("tokens")
 class Tokens(Charge):
-    """Weighted tokens that the engine computed: uncached prompt tokens and output tokens.
-
-    The number of cached tokens is known at the end only. Before, the whole prompt counts.
-    """
+    """Weighted tokens that the engine computed. The cached ones are known, and left out, at the end only."""
 
     def __init__(self, settings: Settings) -> None:
         prompt, output = settings.input_weight, settings.output_weight

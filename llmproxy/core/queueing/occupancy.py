@@ -51,10 +51,7 @@ class Occupancy:
         self._limits = limits
 
     def full(self, request: Request, without: Sequence[Request] = ()) -> Full | None:
-        """Returns the first limit that `request` would exceed (of its flow, of its band, in total); None if it fits.
-
-        Requests of lower bands in `without` are counted as if they had left.
-        """
+        """Returns the first limit that `request` would exceed if `without` (of lower bands) had left; else None."""
         limits = self._limits
         flow = self._flows.get((request.band, request.flow), _NOTHING)
         band = self._bands.get(request.band, _NOTHING)
@@ -124,10 +121,7 @@ class Occupancy:
 
 
 class DrainRate:
-    """The rate at which waiting requests get backends, measured over the last grants, for `Retry-After`.
-
-    If a granted request waits again, because its attempt failed or was preempted, its grant is not counted.
-    """
+    """The rate of grants, for `Retry-After`. The grant of a request that waits again is not counted."""
 
     _GRANTS = 64
     _PAUSE_S = 10.0
@@ -152,10 +146,7 @@ class DrainRate:
                 return
 
     def granted_since(self, arrived_s: float) -> tuple[tuple[int, str, int], ...]:
-        """Returns (band, flow, requests) of the `_FLOWS_SHOWN` flows with the most grants since `arrived_s`.
-
-        The most frequent flow is first. Only the last `_GRANTS` grants count.
-        """
+        """Returns (band, flow, requests) of the `_FLOWS_SHOWN` flows with the most recent grants."""
         found: Counter[tuple[int, str]] = Counter()
         for at_s, request in reversed(self._grants):
             if at_s <= arrived_s:

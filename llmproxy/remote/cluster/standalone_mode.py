@@ -45,10 +45,7 @@ class StandaloneMode:
         session.server.handle(message)
 
     def end(self) -> None:
-        """Leaves standalone mode, because there is a leader or this process ends.
-
-        Waiting requests and running leases stay in `ClusterLeasing`, which reports them to the next leader.
-        """
+        """Leaves standalone mode. `ClusterLeasing` reports requests and leases to the next leader."""
         if self._session is None:
             return
         _log.info("cluster_standalone_ended", parts=self.limit_divisor)

@@ -276,10 +276,7 @@ def _longer(pause_s: float) -> float:
 
 
 def _started(channel: socket.socket, sockets: Sequence[socket.socket]) -> subprocess.Popen[bytes]:
-    """Starts a worker process with the module path of this process.
-
-    It runs in a separate session (setsid), so that signals of a terminal reach only this process.
-    """
+    """Starts a worker in a separate session (setsid), so that signals of a terminal reach only this process."""
     fds = [channel.fileno(), *(one.fileno() for one in sockets)]
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # noqa: PTH109 - a string is needed
     return subprocess.Popen(

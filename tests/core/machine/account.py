@@ -346,9 +346,9 @@ def serves(row: Row, waiter: Waiter) -> bool:
 def assert_nothing_left(pools: Pools, now: float) -> None:
     assert pools.next_wakeup(now) is None
     assert set(pools.queued().values()) <= {(0, 0)}
-    assert isinstance(pools._limits.rates, RateLimits)
-    assert not pools._limits.rates.accounts
-    assert not any(pools._limits.in_flight().values())
+    assert isinstance(pools.limits.rates, RateLimits)
+    assert not pools.limits.rates.accounts
+    assert not any(pools.limits.in_flight().values())
     for one in pools.schedulers.values():
         room = one._room
         assert not room.waiting

@@ -406,7 +406,7 @@ class World:
             own = {lease for lease, held in self.held.items() if held.grant.placed.backend == name}
             assert backend.bookings.keys() == own
         flying = self.books.in_flight()
-        for limit, in_flight in self.pools._limits.in_flight().items():
+        for limit, in_flight in self.pools.limits.in_flight().items():
             assert in_flight == flying[limit] <= (self.settings.limits[limit].in_flight or inf)
 
     def wind_down(self) -> None:

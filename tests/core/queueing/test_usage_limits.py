@@ -256,8 +256,8 @@ def test_nothing_stays_open_however_an_attempt_ends(verdict: Verdict, usage: Usa
     (grant,) = granted(of)
     of.apply(Returned(grant.lease, verdict, usage), 0.0)
     of.ended(one, None, 0.0)
-    assert not accounts(of._limits)
-    assert of._limits.in_flight() == {TENANT: 0}
+    assert not accounts(of.limits)
+    assert of.limits.in_flight() == {TENANT: 0}
 
 
 # --- another process counts on ----------------------------------------------------------------------------------------

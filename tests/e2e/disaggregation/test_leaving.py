@@ -178,7 +178,7 @@ async def test_a_client_that_leaves_at_the_last_step_of_its_prompt_leaves_nothin
         await until(lambda: kv_used(proxy.replicas[0]) == 0.0)
         assert asked(proxy.replicas[1])[-1][0] == "/v1/completions"
         # To leave early is not free: 100 tokens a second come back.
-        _, left = proxy.app.pools._limits.rates.left_per_min("tenant:t", asyncio.get_running_loop().time())
+        _, left = proxy.app.pools.limits.rates.left_per_min("tenant:t", asyncio.get_running_loop().time())
         assert left is not None
         assert left < 6000 - 100
 

@@ -222,7 +222,7 @@ async def test_prompt_that_was_not_handed_over_is_not_charged() -> None:
     async with scripted_prefill(script, tenants=rated) as proxy:
         answer = await proxy.chat(LONG, headers={"authorization": "Bearer k"})
         await proxy.settled()
-        _, left = proxy.app.pools._limits.rates.left_per_min("tenant:t", asyncio.get_running_loop().time())
+        _, left = proxy.app.pools.limits.rates.left_per_min("tenant:t", asyncio.get_running_loop().time())
         # Ten a second come back, and both stages together would be twice the prompt.
         assert left is not None
         assert left >= 600 - answer.json["usage"]["total_tokens"]

@@ -178,7 +178,7 @@ async def test_changed_limit_keeps_the_taken_part_of_a_minute() -> None:
 def reserving(shared: SharedLimits) -> Dispatcher:
     made = dispatcher(None, SETTINGS, a=1)
     made.reserve = shared.reserve
-    made.pools._limits.rates = shared
+    made.pools.limits.rates = shared
     return made
 
 
