@@ -154,13 +154,11 @@ class Proxy:
 
     async def drain(self) -> bool:
         """Refuses new requests, and waits for running requests to end. The setting `drain_queued` decides about waiting
-        requests.
+        ones.
 
         If the service manager keeps the listening socket open, no request is refused: new connections wait in the
-        socket for the next process, and connected clients are served to the end.
-
-        Returns:
-            Whether all requests ended within `drain_timeout_s`. Requests that still wait after that time are refused.
+        socket for the next process, and connected clients are served to the end. Returns whether all requests ended
+        within `drain_timeout_s`. Requests that still wait after that time are refused.
         """
         self.begin_shutdown()
         if self.front.socket_activated:
@@ -199,17 +197,9 @@ async def running(
 ) -> AsyncIterator[Proxy]:
     """Runs a proxy on the current loop until the block ends.
 
-    Args:
-        reread: Reads the configuration files again for a reload; None if reloads are not possible.
-        sockets: Inherited listening sockets.
-        drained: Names of backends that were drained in the previous process.
-        state: The file that keeps learned batch limits and capacities over a restart.
-        usage_folder: The folder that keeps the use of tenants; None keeps it in memory.
-
-    Raises:
-        ListenError: A port cannot be opened.
-        OSError: The workers cannot be started.
-        ConfigError: Backends cannot be discovered, or a configured file is unusable.
+    `reread` reads the configuration files again for a reload. `drained` are backends that were drained in the previous
+    process. `state` keeps learned values over a restart, and `usage_folder` the use of tenants. Raises ListenError for
+    a port, OSError for workers that cannot be started, and ConfigError for discovery and files.
     """
     _check(config)
     sockets = sockets or Sockets()

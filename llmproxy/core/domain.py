@@ -408,11 +408,7 @@ Decision = Grant | Drop | Revoke | Preempt
 
 
 class Refused(Exception):  # noqa: N818 - a refusal is an answer, not an error of this code
-    """A request was not admitted to the waiting room, or had to leave it.
-
-    `retry_after_s` is the recommended pause before a retry, from the measured rate of grants; None if a retry cannot
-    help.
-    """
+    """A request was not admitted to the waiting room, or had to leave it. `retry_after_s`: a retry may help then."""
 
     def __init__(self, outcome: Outcome, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)

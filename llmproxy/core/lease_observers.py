@@ -138,11 +138,7 @@ def decode_follows(lease: LeaseRecord, event: Returned) -> bool:
 
 
 class ReservationObserver(LeaseObserver):
-    """Reserves slots on decode backends while other backends compute the prompts.
-
-    A reservation begins with the grant of the prefill stage and ends with the grant of the decode stage, or with the
-    request.
-    """
+    """Reserves slots on decode backends from the grant of prefill stages until the decode stages begin."""
 
     only_stages = True
 

@@ -31,8 +31,7 @@ class Faults:
             self.noted.append(fault)
 
     def take(self, now: float) -> list[tuple[Exception, int]]:
-        """Returns the exceptions since the last call. An exception of one line of code is reported once in
-        FAULT_REPORT_S.
+        """Returns the exceptions since the last call, each line of code once in FAULT_REPORT_S.
 
         Each exception comes with the number of exceptions of its line that were omitted before.
         """

@@ -69,13 +69,7 @@ class Pools:
         make_placement: Callable[[], Placement],
         rates: Rates | None = None,
     ) -> None:
-        """Creates the pools.
-
-        Args:
-            backends: Maps backends to the configured `max_in_flight`; None to learn the limit.
-            make_placement: Makes the placement of a pool. Called once per pool.
-            rates: Enforces the rate limits that this process shares with others; None: this process enforces its own.
-        """
+        """Creates the pools. `backends` maps names to the configured `max_in_flight`; None to learn it."""
         self.settings = settings
         self._limit_divisor = 1
         self._make_placement = make_placement

@@ -48,11 +48,7 @@ def connections_max() -> int:
 
 
 def clients_of_process(config: Config) -> ClientsConfig:
-    """Returns the client limits of one worker process.
-
-    The connection limit is divided among the workers, and lowered to the available descriptors. Limits per address are
-    not divided.
-    """
+    """Returns the client limits of a worker: its part of the connections, and the limits per address."""
     share = math.ceil(config.clients.connections_max / config.workers)
     return config.clients.model_copy(update={"connections_max": min(share, connections_max())})
 

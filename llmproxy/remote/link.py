@@ -117,18 +117,12 @@ class Link(asyncio.Protocol, Generic[MessageT]):
         local: bool,
         on_broken: Callable[[str], None] | None = None,
     ) -> None:
-        """
-        Args:
-            on_message: Gets each message.
-            on_lost: Called when the connection has ended.
-            on_broken: Gets the reason when the peer sends an invalid frame before it is `identified`. Before that,
-                the link accepts only short frames. None if the peer is known from the start.
-        """
         self.local = local
         self._bytes_max = LOCAL_BYTES_MAX if local else FRAME_BYTES_MAX
         self._frames = Frames(decoder, self._bytes_max if on_broken is None else HELLO_BYTES_MAX)
         self._on_message = on_message
         self._on_lost = on_lost
+        # Gets the reason of an invalid frame before the peer is `identified`; None: the peer is known from the start.
         self._on_broken = on_broken
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.WriteTransport | None = None

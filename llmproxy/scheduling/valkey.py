@@ -13,15 +13,7 @@ class StoreError(Exception):
 
 
 class ValkeyServer:
-    """The server at `url`.
-
-    Args:
-        key: The configuration key of `url`, for messages.
-        answer_s: Timeout of a call.
-
-    Raises:
-        ConfigError: The library is missing, or does not accept the URL.
-    """
+    """The server at `url`, which the configuration names under `key`. Raises ConfigError."""
 
     def __init__(self, url: str, key: str, answer_s: float) -> None:
         try:

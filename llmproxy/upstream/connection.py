@@ -34,14 +34,7 @@ class ConnectionDropped(UpstreamBroken):
 
 
 class BackendConnection(asyncio.Protocol):
-    """A connection to a backend.
-
-    Args:
-        name: The base URL, for messages.
-        on_free: Called when the connection may carry another exchange.
-        on_lost: Called when the connection has ended.
-        failures: Reports lost connections to their exchanges, a few in each iteration of the event loop.
-    """
+    """A connection to a backend."""
 
     __slots__ = (
         "_complete", "_drained", "_exchange", "_failures", "_head_bytes", "_heard", "_on_free", "_on_lost", "_parser",
@@ -56,10 +49,10 @@ class BackendConnection(asyncio.Protocol):
         on_lost: Callable[[BackendConnection], None],
         failures: PacedCalls,
     ) -> None:
-        self.name = name
-        self._on_free = on_free
-        self._on_lost = on_lost
-        self._failures = failures
+        self.name = name  # The base URL, for messages.
+        self._on_free = on_free  # Called when the connection may carry another exchange.
+        self._on_lost = on_lost  # Called when the connection has ended.
+        self._failures = failures  # Reports lost connections to their exchanges, a few in each turn of the loop.
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._exchange: HttpExchange | None = None

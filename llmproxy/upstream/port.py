@@ -79,11 +79,7 @@ class Exchange(Protocol):
 
 
 async def read_response_body(exchange: Exchange, bytes_max: int) -> bytes:
-    """Returns the whole body. A body longer than `bytes_max` is cut somewhere after `bytes_max` bytes, and so is the
-    connection.
-
-    Raises UpstreamBroken if the backend ends the body too early.
-    """
+    """Returns the body, cut with its connection somewhere after `bytes_max` bytes. Raises UpstreamBroken."""
     body = bytearray()
     try:
         while len(body) <= bytes_max and (piece := await exchange.chunk()):
@@ -108,12 +104,7 @@ class Upstream(Protocol):
         If the backend closes an idle connection just then, the request is sent again on a new connection. A GET is sent
         again whenever a reused connection breaks before a byte of the response. Cancellation cuts the connection.
 
-        Args:
-            path_qs: Path and query, sent unchanged.
-            headers: Sent as given, in their order. `host` is added if absent, and `content-length` is set from `body`.
-                Must not contain hop-by-hop headers or `expect`.
-
-        Raises:
-            ConnectFailed: No connection; as LocalFailure if the backend is not the cause.
-            UpstreamBroken: The connection failed after the request was sent, or may have been.
+        `path_qs` and `headers` are sent as given. `host` is added if absent, and `content-length` is set from `body`.
+        The headers must not contain hop-by-hop headers or `expect`. Raises ConnectFailed (LocalFailure if the backend
+        is not the cause) or UpstreamBroken.
         """

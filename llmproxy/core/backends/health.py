@@ -252,13 +252,10 @@ class Health:
         counted: bool = False,
         excused: bool = False,
     ) -> None:
-        """Records the end of a lease.
+        """Records the end of a lease. `idle`: nothing else is known to run on the backend.
 
-        Args:
-            idle: Nothing else is known to run on the backend.
-            counted: The engine counts its tokens, so only `measured` ends the ejection of a slow backend.
-            excused: The backend is not to blame: the request failed in the same way on another backend, or the
-                engine is at work.
+        `counted`: the engine counts its tokens, so only `measured` ends the ejection of a slow backend. `excused`: the
+        backend is not to blame, because the request failed in the same way elsewhere or the engine is at work.
         """
         was_probe = lease == self._probe
         if was_probe:

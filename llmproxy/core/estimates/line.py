@@ -15,17 +15,13 @@ WAIT_S = 1.0  # As `JITTER_S`, for times that include waits inside the engine, w
 class LearnedLine:
     """Learns y = base + slope * x: a least squares fit of relative errors with exponential forgetting.
 
-    `base` and `slope` are never negative.
-
-    Args:
-        base, slope: The initial guess. It counts as two points, at x = 0 and x = `scale`, which a few observations
-        outweigh.
-        jitter: The part of an error that does not grow with y.
-        steep: Lower bound of slope / base. It prevents a slope of 0 if the observed times do not grow with x.
+    `base` and `slope` are never negative. Their initial guess counts as two points, at x = 0 and x = `scale`, which a
+    few observations outweigh.
     """
 
     def __init__(self, base: float, slope: float, scale: float, jitter: float, steep: float = 0.0) -> None:
-        self._jitter, self._steep = jitter, steep
+        self._jitter = jitter  # The part of an error that does not grow with y.
+        self._steep = steep  # Lower bound of slope / base, for times that do not grow with x.
         self._n = self._x = self._xx = self._y = self._xy = 0.0
         self.base, self.slope = base, slope
         self.seen = -2  # The two points of the guess do not count.

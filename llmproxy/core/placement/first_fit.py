@@ -67,23 +67,15 @@ def first_fit(
     *,
     patient: bool,
 ) -> Fit | Limited | NoCapacity | None:
-    """Returns the next request with its backend.
+    """Returns the next request with its backend; None if no request can use the free slots.
 
-    Each request is tried, until it fits, on:
-
-    1. a backend that needs a probe, if `patient`;
-    2. backends without requests waiting in the engine, for a band above `default`;
-    3. backends that need no probe and have not used up their share in slow start;
+    Each request is tried on: 1. a backend that needs a probe, if `patient`; 2. backends without requests waiting in the
+    engine, for a band above `default`; 3. backends that need no probe and have not used up their share in slow start;
     4. all backends.
 
-    Args:
-        patient: False if a lower band waits too. Then a request takes the best backend with a free slot instead of
-            waiting for a full backend, because the lower band would take that slot. It also becomes a probe only if no
-            other backend has a free slot, because a request of the lower band can be the probe.
-
-    Returns:
-        Fit: the request and its backend. Limited: the next request waits for a usage limit or its only backend.
-            NoCapacity: no backend has a free slot. None: no request can use the free slots.
+    `patient` is False if a lower band waits too. Then a request takes the best backend with a free slot instead of
+    waiting for a full one, because the lower band would take that slot. It becomes a probe only if no other backend has
+    a free slot, because a request of the lower band can be the probe.
     """
     passed_over = 0
     ready = _warm(views)

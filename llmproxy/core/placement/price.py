@@ -52,11 +52,8 @@ def with_headroom(
     """Adds the `headroom` term to the prices of a request with an objective.
 
     Headroom is the time that a backend leaves under the objective. It is a cost, because other requests may need that
-    backend more. A backend that misses the objective has no headroom.
-
-    Args:
-        stream: The weight of a second of streaming.
-        late: p90 divided by the prediction, for the time to first token and the time per output token.
+    backend more. A backend that misses the objective has no headroom. `stream` is the weight of a second of streaming,
+    `late` the p90 factors of the first token and of each later one.
     """
     slo, (late_ttft, late_tpot) = request.slo, late
     assert slo is not None, "it has no objective"

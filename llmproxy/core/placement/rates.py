@@ -197,14 +197,11 @@ class PoolRates:
     def work_s(
         self, requests: int, prompt_tokens: float, output_tokens: float, backends: Sequence[tuple[float, float, int]]
     ) -> float:
-        """Returns the seconds that `backends` together need for this work.
+        """Returns the seconds that `backends` need together for this work, with uncached `prompt_tokens`.
 
         A single backend would compute all prompts one after the other, then the answers in full batches. Several
-        backends share the work so that all end at the same time.
-
-        Args:
-            prompt_tokens: Uncached prompt tokens of all requests.
-            backends: (`prefill` factor, `step` factor, batch limit) of each backend.
+        backends share the work so that all end at the same time. Each of `backends` is (`prefill` factor, `step`
+        factor, batch limit).
         """
         if not requests:
             return 0.0
@@ -236,8 +233,7 @@ class PoolRates:
             self.loads.learn(tier, one_s * each)
 
     def streamed(self, speed: SpeedFactor, running: float, per_token_s: float, decode_s: float) -> None:
-        """Learns that a stream took `per_token_s` for each token after the first, with about `running` sequences in the
-        batch.
+        """Learns a stream's time per token after the first, with about `running` sequences in the batch.
 
         `decode_s` is `per_token_s` without the time of prompts that the backend computed meanwhile.
         """
@@ -259,12 +255,8 @@ class PoolRates:
         computed.
 
         The time is split in proportion to the expected times of prompt and tokens, so both speed factors learn the same
-        ratio. The base time of a prompt cannot be separated here, and is assumed until streams show it.
-
-        Args:
-            tokens: Weighted prompt tokens to compute before the first token.
-            running: Sequences in the batch, as in `streamed`.
-            others_s: Seconds of other prompts computed after the first token.
+        ratio. The base time of a prompt cannot be separated here, and is assumed until streams show it. `tokens` is the
+        weighted prompt before the first token. Other prompts took `others_s` after it.
         """
         prompt_s, token_s = self.prefill.at(tokens), self.step.at(running)
         own_prompt_s, own_steps_s = prompt_s * prefill.factor, token_s * step.factor * steps

@@ -55,11 +55,9 @@ class BlockedRequests:
     def next(self, free: Callable[[str, int], int], lowest: int | None = None) -> list[Queued]:
         """Removes and returns the requests that may go back to their flows.
 
-        Args:
-            free: (Queue, band of its first request) -> how many requests of the queue could be granted.
-            lowest: The lowest band to take; None in the first round of a scheduling pass. The first round leaves slots
-                for requests that went back earlier and still wait. The second round does not, because no backend can
-                take those requests.
+        `free`: (queue, band of its first request) -> how many requests of the queue could be granted. `lowest`: the
+        lowest band to take. In the first round of a pass it is None, and slots are left for requests that went back
+        earlier and still wait. No backend can take those requests in the second round.
         """
         back: list[Queued] = []
         for name in list(self._queues):

@@ -30,13 +30,7 @@ class _Bands(dict[int, Band]):
 
 
 class WaitingRoom:
-    """Bands of flows, blocked requests, and the deadlines of both.
-
-    Args:
-        occupancy, limits: Shared by all pools of the process.
-        faults: Collects exceptions of policies.
-        room_on: (backend, band, now) -> how many more requests of the band fit on the backend.
-    """
+    """Bands of flows, blocked requests, and the deadlines of both."""
 
     def __init__(
         self,
@@ -48,10 +42,9 @@ class WaitingRoom:
         drain: DrainRate,
     ) -> None:
         self._settings = settings
-        self.room_on = room_on
+        self.room_on = room_on  # (Backend, band, now) -> how many more requests of the band fit on the backend.
         self._faults = faults
-        self._occupancy = occupancy
-        self._limits = limits
+        self._occupancy, self._limits = occupancy, limits  # Shared by all pools of the process.
         self._drain = drain
         # Band -> (time, reason) of the last decision that made the band wait.
         self._wait_reasons: dict[int, tuple[float, WaitReason]] = {}

@@ -124,11 +124,9 @@ class Mix:
         self.restored = False
 
     def restore(self, sizes: Sequence[tuple[int, int, float, float]], squares: Sequence[float]) -> bool:
-        """Takes over the size classes of an earlier process. Returns False, and changes nothing, if they are invalid.
+        """Takes over size classes: (class, answers, mean output tokens, cached share), and the squares of the outputs.
 
-        Args:
-            sizes: (Class, answers seen, mean output tokens, cached share).
-            squares: Mean squares of the output tokens of each class; empty if they were not saved.
+        Returns False, and changes nothing, if they are invalid.
         """
         if len(squares) != len(sizes):
             squares = [tokens * tokens for _, _, tokens, _ in sizes]

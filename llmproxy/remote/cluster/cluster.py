@@ -91,15 +91,10 @@ class Cluster:
     # --- start and end ------------------------------------------------------------------------------------------------
 
     async def start(self, page: Page, known: Awaitable[object] | None = None) -> None:
-        """Listens for other members, and joins the election.
+        """Listens for other members, and joins the election. `page` answers requests that members forward.
 
-        Args:
-            page: Answers requests for pages that other members forward to the leader.
-            known: Completes when this process knows its backends; None: it already does. The member campaigns only
-                after that, because a leader without backends would refuse the requests of all members.
-
-        Raises:
-            OSError, ConfigError: The address cannot be used.
+        The member campaigns once `known` completes (None: at once), because a leader that does not know its backends
+        would refuse the requests of all members. Raises OSError or ConfigError if the address cannot be used.
         """
         self.me = replace(self.me, address=await self.network.listen(lambda: IncomingConnection(self).link))
         self._services = replace_field(self._services, page=page)

@@ -79,17 +79,12 @@ class Election:
         self, store: LockStore, name: str, address: str, lock_s: float, candidate: ElectionMember,
         on_store_error: Callable[[str | None], None], *, campaign: bool = True,
     ) -> None:  # fmt: skip
-        """
-        Args:
-            on_store_error: Gets the error after each failed access to the store, and None after each success.
-            campaign: False: only follows until the method `campaign` is called.
-        """
         self._store = store
         self._name = name
         self._address = address
         self._lock_s = lock_s
         self._candidate = candidate
-        self._on_store_error = on_store_error
+        self._on_store_error = on_store_error  # Gets the error of each failed access, and None after each success.
         self._epoch = 0
         self._is_leader = False
         self._until_s = 0.0

@@ -15,16 +15,12 @@ class Accounts(dict[str, Account]):
     """An account for each waiting flow, and for the `IDLE_FLOWS_MAX` idle flows that were used last.
 
     `accounts[flow]` and `open` create the account of an unknown flow as idle.
-
-    Args:
-        make: Creates an account.
-        forgotten: Called with the name of an idle flow whose account was dropped.
     """
 
     def __init__(self, make: Callable[[], Account], forgotten: Callable[[str], object] | None = None) -> None:
         super().__init__()
         self._make = make
-        self._forgotten = forgotten
+        self._forgotten = forgotten  # Called with the name of an idle flow whose account was dropped.
         self.idle: OrderedDict[str, None] = OrderedDict()  # The idle flows, the flow that was used last at the end.
 
     def __missing__(self, flow: str) -> Account:
