@@ -32,9 +32,7 @@ class ClientLimits:
         self._buckets: OrderedDict[str, TokenBucket] = OrderedDict()
 
     def opened(self, address: str) -> Failure | None:
-        """Counts a connection of `address` until `closed`. If the connection is refused, returns a Failure and counts
-        nothing.
-        """
+        """Counts a connection of `address` until `closed`. Returns a Failure, and counts nothing, if it is refused."""
         limits, key = self._limits, limit_key(address)
         if self._open >= limits.connections_max:
             message = "Too many connections are open here (clients.connections_max, or the limit of open files)."

@@ -127,8 +127,7 @@ class ClientConnection(web.RequestHandler):
         self._wire.close()
 
     def eof_received(self) -> bool | None:  # type: ignore[override] # as asyncio's protocols do
-        """Closes the connection when its turn comes, because thousands of clients may leave at once. Returns whether it
-        stays open until then; with TLS, it never does.
+        """Closes the connection in turn with others that end at the same time. Returns True to keep it open until then.
         """
         server = cast("ClientServer | None", self._manager)
         if server is None or self._wire is None or self._address is None:
@@ -171,9 +170,7 @@ class ClientConnection(web.RequestHandler):
             self.writer.resume_writing()
 
     async def start(self) -> None:
-        """Serves requests. At the end, the connection closes as soon as the client has read the rest of the last
-        answer.
-        """
+        """Serves requests. Then limits how long the client may take to read the rest of the last answer."""
         try:
             if not self._messages:
                 await self._first_message()
@@ -194,7 +191,7 @@ class ClientConnection(web.RequestHandler):
             self._waiter = None
 
     def _start_unread_timer(self) -> None:
-        """Limits how long the client may take to read the written bytes, while no handler waits for the client."""
+        """Limits how long the client may take to read the written bytes. Used while no `writer` limits it."""
         if self._wire is not None and self._unread_timer is None:
             self._unread_timer = self._loop.call_later(self._limits.idle_timeout_s, self._wire.abort)
 
@@ -209,15 +206,15 @@ class ClientConnection(web.RequestHandler):
             super().resume_reading(resume_parser)
 
     def keep_head(self, message: RawRequestMessage, facts: object) -> bool:
-        """Keeps facts about a head. Returns False for the first request of the connection, because many clients send
-        only one, and for a head that is not suitable.
+        """Keeps facts about a head, from the second request on: many clients send only one. Returns whether they are
+        kept.
         """
         if self._request_count > 1:
             self.kept_head = KeptHead.of(message, self._limits.head_bytes_max, facts)
         return self.kept_head is not None
 
     def ended_without_trailer(self, body: StreamReader) -> bool:
-        """Whether a chunked body has ended without a trailer, and nothing was read after it."""
+        """Returns whether a chunked body has ended without a trailer, and nothing was read after it."""
         return body.is_eof() and not self._messages and not self._upgraded and self._latest == LAST_CHUNK
 
     def data_received(self, data: bytes) -> None:
@@ -265,8 +262,10 @@ class ClientConnection(web.RequestHandler):
         self.force_close()
 
     def _reject_protocol(self, wrong: WrongProtocol) -> None:
-        """Answers a client that speaks another protocol, and closes the connection a moment later. If it were closed at
-        once, some clients would fail to send and never read the answer.
+        """Answers a client that speaks another protocol.
+
+        Closes the connection a moment later: some clients read no answer from a connection that is closed while they
+        send.
         """
         assert self._wire is not None
         # Bytes that still arrive are ignored.
@@ -334,15 +333,11 @@ class ClientServer(web.Server):
         self._begins, self._losses = PacedCalls(), PacedCalls()
 
     def lose_soon(self, lose: Callable[[], object]) -> None:
-        """Makes the call `lose` for a client that has left. Of many clients, a few are lost in each iteration of the
-        event loop.
-        """
+        """Calls `lose` soon. Of many clients that leave at once, a few are lost in each iteration of the event loop."""
         self._losses.add(lose)
 
     async def turn(self) -> None:
-        """Waits until a new connection may begin its first request, so that a burst of new clients does not delay
-        others.
-        """
+        """Waits for the turn of a new connection, so that a burst of new clients does not delay others."""
         if not self._begins.take():
             begins = asyncio.Event()
             self._begins.add(begins.set)

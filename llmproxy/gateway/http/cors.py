@@ -60,9 +60,7 @@ class Cors:
         return web.Response(status=204, headers=fields)
 
     def answered(self, origin: str | None, varies: str = "") -> Headers:
-        """Returns the header fields that allow a page of `origin` to read an answer. `varies` is the Vary field of the
-        answer.
-        """
+        """Returns the fields by which a page of `origin` may read an answer. `varies`: the answer's own Vary field."""
         fields: Headers = []
         if not self._any and not {"origin", "*"} & {name.strip() for name in varies.lower().split(",")}:
             fields.append(("Vary", "Origin"))
@@ -72,9 +70,7 @@ class Cors:
         return fields
 
     def passed_on(self, origin: str | None, fields: Headers) -> Headers:
-        """Returns the fields of a backend's answer with the proxy's CORS fields instead of the backend's. Browsers
-        accept only one set.
-        """
+        """Replaces the CORS fields of a backend's answer by the proxy's. Browsers accept only one set."""
         others = [field for field in fields if not field[0].lower().startswith("access-control-")]
         varies = ",".join(value for name, value in others if name.lower() == "vary")
         return others + self.answered(origin, varies)

@@ -136,9 +136,7 @@ def nothing_at(path: str) -> Failure:
 
 
 def error_body(dialect: Dialect, status: int, message: str, param: str | None = None) -> bytes:
-    """Returns the JSON body of an error: in Anthropic's format on Anthropic's routes, otherwise in OpenAI's format as
-    vLLM writes it.
-    """
+    """Returns the JSON body of an error. Its format is vLLM's, except on Anthropic's routes."""
     if dialect is Dialect.ANTHROPIC:
         kind = _ANTHROPIC_TYPES.get(status, "api_error")
         return orjson.dumps({"type": "error", "error": {"type": kind, "message": message}})
@@ -152,9 +150,7 @@ def error_fields(status: int, message: str, param: str | None = None) -> dict[st
 
 
 def error_event(dialect: Dialect, message: str, status: int = 502) -> bytes:
-    """Returns an SSE event that ends a stream with an error. `status` is the HTTP status that the error would have
-    before the stream.
-    """
+    """Returns the SSE event of an error that ends a stream. `status`: the error's HTTP status, had no stream begun."""
     if dialect is Dialect.ANTHROPIC:
         return b"event: error\ndata: " + error_body(dialect, status, message) + b"\n\n"
     if dialect is Dialect.RESPONSES:

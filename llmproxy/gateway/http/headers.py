@@ -26,8 +26,7 @@ _NOTHING: frozenset[str] = frozenset()
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 _REPLACED_UPSTREAM = frozenset({"host", "content-length", "expect", "x-request-id", "accept-encoding"})
 SERVER = ("Server", "llmproxy")
-"""The name of this server (RFC 9110, section 10.2.4), without versions, which would help to find servers with a known
-vulnerability."""
+"""The name of this server (RFC 9110, section 10.2.4). A version would help attackers."""
 _OURS_DOWNSTREAM = frozenset(
     {"server", "x-request-id", "x-llmproxy-backend", "x-llmproxy-queue-ms", "x-llmproxy-attempts"}
 )
@@ -63,13 +62,11 @@ def to_backend(
     keep_credentials: bool,
     forwarded: dict[bool, Headers] | None = None,
 ) -> Headers:
-    """Returns the client's end-to-end fields for a backend, with the proxy's request id, and with the backend's key in
-    place of the client's.
+    """Returns the header fields of a request to a backend: the client's end-to-end fields, and the proxy's request id.
 
-    Answers are requested without compression, whatever the client accepts, because compressing a stream delays its
-    tokens. Fields in `withheld` (lower case) are dropped. CREDENTIALS are dropped unless `keep_credentials`; even then
-    `authorization` replaces the client's key. `forwarded` caches the end-to-end fields of equal calls. Its key is
-    whether there is an `authorization`.
+    Asks for no compression, because compressing a stream delays its tokens. Drops the fields in `withheld` (lower
+    case), and CREDENTIALS unless `keep_credentials`. An `authorization` always replaces the client's key. `forwarded`
+    caches the client's fields for requests with an equal head: whether there is an `authorization` -> fields.
     """
     own_key = authorization is not None
     end_to_end = None if forwarded is None else forwarded.get(own_key)
@@ -123,9 +120,7 @@ def _clean(value: str) -> str:
 
 
 def as_text(value: str) -> str:
-    """Returns `value` as it is, unless it has surrogate escapes: received bytes that were not UTF-8. Then decodes all
-    received bytes as Latin-1, as engines do.
-    """
+    """Decodes a value with surrogate escapes (bytes that were not UTF-8) as Latin-1, as engines do."""
     try:
         value.encode()
     except UnicodeEncodeError:

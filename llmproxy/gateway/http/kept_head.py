@@ -1,7 +1,4 @@
-"""Recognises the head of a request that is the same as the head before it on the same connection.
-
-Most clients repeat their head, so that facts about it need not be found again.
-"""
+"""Recognises a request head that repeats the one before it on the same connection, as most do."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ LENGTH = b"content-length"
 
 
 class KeptHead:
-    """A head without the value of its Content-Length, and the `facts` about the head."""
+    """A head without the value of its Content-Length, and `facts` about it that need not be found again."""
 
     __slots__ = ("_after", "_at", "_before", "_line", "facts")
 
@@ -28,9 +25,7 @@ class KeptHead:
 
     @classmethod
     def of(cls, message: RawRequestMessage, bytes_max: int, facts: object) -> KeptHead | None:
-        """Returns None for a head without one Content-Length, or which is longer than `bytes_max` or
-        `KEPT_BYTES_MAX`.
-        """
+        """Returns None for a head longer than `bytes_max` or KEPT_BYTES_MAX, or without exactly one Content-Length."""
         fields = message.raw_headers
         lengths = [at for at, (name, _) in enumerate(fields) if name.lower() == LENGTH]
         size_bytes = len(message.path) + sum([len(name) + len(value) for name, value in fields]) + LENGTH_DIGITS_MAX

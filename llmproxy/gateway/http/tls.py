@@ -38,9 +38,7 @@ class _Unusable(Exception):  # noqa: N818 - the message describes a file
 
 
 class _Renewed(ssl.SSLContext):
-    """Holds the TLS context `now` for new connections. A renewal replaces `now`, because a context cannot drop old
-    authorities.
-    """
+    """Passes new connections to the context `now`. A renewal replaces it, because a context cannot drop authorities."""
 
     now: ssl.SSLContext
 
