@@ -46,11 +46,7 @@ class PairWarmUp(BackendObserver):
     """
 
     def __init__(
-        self,
-        pools: Pools,
-        backends: Mapping[str, BackendConfig],
-        upstream: Upstream,
-        config: Callable[[], Config],
+        self, pools: Pools, backends: Mapping[str, BackendConfig], upstream: Upstream, config: Callable[[], Config]
     ) -> None:
         self._pools = pools
         self._backends = backends

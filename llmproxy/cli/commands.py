@@ -42,8 +42,7 @@ NO_BACKENDS = (
 
 ProxyUrl = Annotated[str, typer.Argument(metavar="URL", help="Base URL of the proxy, or of its admin port.")]
 AdminKey = Annotated[
-    str | None,
-    typer.Option(metavar="KEY", envvar=ADMIN_KEY_VARIABLE, help="Needed where the proxy has one."),
+    str | None, typer.Option(metavar="KEY", envvar=ADMIN_KEY_VARIABLE, help="Needed where the proxy has one.")
 ]
 
 

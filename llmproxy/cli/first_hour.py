@@ -61,8 +61,7 @@ def _backends_of(target: str) -> tuple[Sequence[BackendConfig], str | None]:
 def init(
     urls: Annotated[list[str] | None, typer.Argument(metavar="URL", help="Base URLs of servers.")] = None,
     source: Annotated[
-        str | None,
-        typer.Option("--from", metavar="FILE|COMMAND", help="Configuration or command of another router."),
+        str | None, typer.Option("--from", metavar="FILE|COMMAND", help="Configuration or command of another router.")
     ] = None,
     preset: Annotated[
         str | None, typer.Option("--preset", metavar="NAME", help="Kind of work: chat, batch, rollout or agents.")

@@ -9,13 +9,7 @@ from llmproxy.config.keys import keys, keys_of_files
 from llmproxy.config.load import Override, load, load_backends, unused_settings, warnings_of
 from llmproxy.config.schema.backends import BackendConfig, BackendTlsConfig, DiscoveryConfig, PollConfig
 from llmproxy.config.schema.process import ClientsConfig, ClusterConfig, ClusterTlsConfig, TlsConfig
-from llmproxy.config.schema.requests import (
-    ModelConfig,
-    ObjectiveConfig,
-    SchedulingConfig,
-    TenantConfig,
-    TimeoutsConfig,
-)
+from llmproxy.config.schema.requests import ModelConfig, ObjectiveConfig, SchedulingConfig, TenantConfig, TimeoutsConfig
 from llmproxy.config.value_types import AUTO_SALT, DNS, SRV, TRUST_WORDS, Network, hash_of, is_api_key, nearest
 from llmproxy.config.watched import WatchedFile
 from llmproxy.core.placement.policy import presets

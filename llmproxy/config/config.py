@@ -11,15 +11,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
 from llmproxy.config import idle
-from llmproxy.config.checks import (
-    Problem,
-    band_of,
-    bands_in,
-    repeated,
-    report,
-    rising_ceilings,
-    unknown_bands,
-)
+from llmproxy.config.checks import Problem, band_of, bands_in, repeated, report, rising_ceilings, unknown_bands
 from llmproxy.config.document import Place
 from llmproxy.config.schema.backends import (
     BackendConfig,
@@ -225,10 +217,7 @@ class Config(Section):
             bare = ModelConfig(name=ANY, target=model.target, targets=model.targets)
             if model.name == ANY and model.base is None and (model.stands_for is None or model != bare):
                 problems.append(
-                    (
-                        (i,),
-                        f"{ANY} has a target or targets, and nothing else: limits and bands are theirs; or a base",
-                    )
+                    ((i,), f"{ANY} has a target or targets, and nothing else: limits and bands are theirs; or a base")
                 )
         report(problems)
         return models

@@ -35,9 +35,7 @@ OLD_KEYS: Mapping[str, str] = {
 policies until 0.1.0 is released. Both names at once are an error."""
 
 
-REMOVED_KEYS: Mapping[str, str] = {
-    "cluster.pools": "one leader schedules all pools; a larger fleet runs two clusters",
-}
+REMOVED_KEYS: Mapping[str, str] = {"cluster.pools": "one leader schedules all pools; a larger fleet runs two clusters"}
 """Removed keys, each with the reason. A file with such a key is refused, as with any unknown key."""
 
 

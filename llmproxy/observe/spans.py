@@ -88,10 +88,7 @@ class SpanExport:
     """
 
     def __init__(
-        self,
-        exporter: SpanExporter,
-        spans: Callable[[RequestExit], list[ReadableSpan]],
-        on_lost: Callable[[int], None],
+        self, exporter: SpanExporter, spans: Callable[[RequestExit], list[ReadableSpan]], on_lost: Callable[[int], None]
     ) -> None:
         self._exporter = exporter
         self._spans = spans

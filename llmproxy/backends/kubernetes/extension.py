@@ -13,13 +13,7 @@ from collections.abc import Collection, Iterable
 import msgspec
 import pydantic
 
-from llmproxy.backends.kubernetes.objects import (
-    CustomObject,
-    ObjectiveSpec,
-    PoolRefs,
-    RewriteRule,
-    RewriteSpec,
-)
+from llmproxy.backends.kubernetes.objects import CustomObject, ObjectiveSpec, PoolRefs, RewriteRule, RewriteSpec
 from llmproxy.config import Entries, ModelConfig, ObjectiveConfig
 from llmproxy.config.entries import EntryProblem
 from llmproxy.core.backends.catalogue import ANY

@@ -223,12 +223,7 @@ class Relay:
     # --- an answer without a stream ----------------------------------------------------------------------------------
 
     async def _relay_plain(
-        self,
-        attempt: Attempt,
-        lease: Lease,
-        exchange: Exchange,
-        call: Call,
-        client: ResponseWriter,
+        self, attempt: Attempt, lease: Lease, exchange: Exchange, call: Call, client: ResponseWriter
     ) -> None:
         if not client.end_comments():
             fail_without_stream(attempt)
@@ -263,12 +258,7 @@ class Relay:
     # --- a stream ----------------------------------------------------------------------------------------------------
 
     async def _relay_stream(
-        self,
-        attempt: Attempt,
-        lease: Lease,
-        exchange: Exchange,
-        call: Call,
-        client: ResponseWriter,
+        self, attempt: Attempt, lease: Lease, exchange: Exchange, call: Call, client: ResponseWriter
     ) -> None:
         tap: StreamTap
         opening_events = call.opening_events

@@ -63,11 +63,7 @@ class ResponseWriter:
     )  # fmt: skip
 
     def __init__(
-        self,
-        request: web.BaseRequest,
-        extra: dict[str, str],
-        server: Server,
-        cors: Cors | None = None,
+        self, request: web.BaseRequest, extra: dict[str, str], server: Server, cors: Cors | None = None
     ) -> None:
         self._cors = cors
         self._request = request

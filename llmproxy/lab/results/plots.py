@@ -95,11 +95,7 @@ def replicas_plot(trails: Sequence[tuple[str, Trail]]) -> Plot:
     figure = new_figure(6.4)
     replicas, queue, kept = figure.subplots(3, 1, sharex=True, height_ratios=[1.6, 1.0, 1.0])
     for i, (name, trail) in enumerate(trails):
-        look = {
-            "color": SERIES[i % len(SERIES)],
-            "linestyle": SIGNALS[i // len(SERIES) % 3],
-            "gid": f"series-{i}",
-        }
+        look = {"color": SERIES[i % len(SERIES)], "linestyle": SIGNALS[i // len(SERIES) % 3], "gid": f"series-{i}"}
         minutes = [at_s / 60 for at_s, _, _ in trail.scaled]
         serving = [count for _, _, count in trail.scaled]
         replicas.plot(minutes, serving, drawstyle="steps-post", linewidth=1.6, label=short(name), **look)

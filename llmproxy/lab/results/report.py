@@ -8,15 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from llmproxy.lab.results.result import (
-    REFERENCES,
-    LoadPoint,
-    Row,
-    SimulationResult,
-    load_points,
-    policies_of,
-    rounded,
-)
+from llmproxy.lab.results.result import REFERENCES, LoadPoint, Row, SimulationResult, load_points, policies_of, rounded
 from llmproxy.lab.results.table import (
     COLUMNS,
     MISSING,

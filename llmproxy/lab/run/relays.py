@@ -202,8 +202,7 @@ class LabCluster:
     def leader(self) -> LabMember | None:
         """The living leader; None during an election."""
         return next(
-            (one for one in self.members if one.cluster.is_leader and one.cluster.id not in self._lock.dead),
-            None,
+            (one for one in self.members if one.cluster.is_leader and one.cluster.id not in self._lock.dead), None
         )
 
     def kill(self, member: LabMember) -> None:

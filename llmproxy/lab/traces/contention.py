@@ -9,15 +9,7 @@ from random import Random
 from typing import Annotated
 
 from llmproxy.lab.traces.arrival import Arrival
-from llmproxy.lab.traces.parts import (
-    Rate,
-    Seconds,
-    Tokens,
-    Within,
-    check,
-    poisson_times,
-    varying_times,
-)
+from llmproxy.lab.traces.parts import Rate, Seconds, Tokens, Within, check, poisson_times, varying_times
 
 
 def unequal_tenants(

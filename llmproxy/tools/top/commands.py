@@ -97,10 +97,7 @@ class _Screen:
         try:
             with self._signals():
                 while not self._view.quit:
-                    with (
-                        Live(console=self._console, screen=True, auto_refresh=False) as live,
-                        pressed(self._press),
-                    ):
+                    with Live(console=self._console, screen=True, auto_refresh=False) as live, pressed(self._press):
                         await self._draw(live, polls)
                     if self._stopped:
                         self._stopped = False
@@ -180,10 +177,7 @@ class _Screen:
     def _signals(self) -> Iterator[None]:
         """Handles the signals that end or stop `top`, so that the terminal is restored first."""
         loop = asyncio.get_running_loop()
-        handlers = dict.fromkeys(ENDS, self._end) | {
-            signal.SIGTSTP: self._stop,
-            signal.SIGWINCH: self._changed.set,
-        }
+        handlers = dict.fromkeys(ENDS, self._end) | {signal.SIGTSTP: self._stop, signal.SIGWINCH: self._changed.set}
         for number, handler in handlers.items():
             loop.add_signal_handler(number, handler)
         try:

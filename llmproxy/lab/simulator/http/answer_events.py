@@ -140,11 +140,7 @@ class MessagesAnswer(AnswerWriter):
         """Returns the final events: end of the block, stop reason and usage."""
         delta = {"stop_reason": _stop_reason(choices[0]), "stop_sequence": None}
         last = {"type": "message_delta", "delta": delta, "usage": self._usage(usage)}
-        return [
-            _block("stop", {}),
-            _event("message_delta", last),
-            _event("message_stop", {"type": "message_stop"}),
-        ]
+        return [_block("stop", {}), _event("message_delta", last), _event("message_stop", {"type": "message_stop"})]
 
     def whole(self, choices: list[Choice], usage: AnswerUsage) -> Body:
         return {

@@ -101,12 +101,7 @@ class _OpenAiAnswer(AnswerWriter):
         self._generation = generation
         self._details = head.count_details
         self.id = self.prefix + head.id
-        self._begin = {
-            "id": self.id,
-            "object": self.noun,
-            "created": head.created,
-            "model": generation.model,
-        }
+        self._begin = {"id": self.id, "object": self.noun, "created": head.created, "model": generation.model}
         self._chunk_begin = _dump({**self._begin, "object": self.noun_chunk})[:-1]
 
     def closing(self, choices: list[Choice], usage: AnswerUsage) -> list[bytes]:  # noqa: ARG002 - other dialects use it

@@ -6,15 +6,7 @@ from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from llmproxy.lab.simulator.server import numbered
-from llmproxy.lab.simulator.server.text import (
-    WRONG_WORD,
-    bytes_of,
-    packed,
-    seed_of,
-    text_of,
-    tokens_of,
-    words,
-)
+from llmproxy.lab.simulator.server.text import WRONG_WORD, bytes_of, packed, seed_of, text_of, tokens_of, words
 
 Join = Literal["same", "split", "repeat"]
 EOS = 0

@@ -144,13 +144,7 @@ class ReplicaMetrics:
         self._histograms["request_prefill_time_seconds"].observe(now_s - admitted_s)
 
     def finished(
-        self,
-        sequence: EngineRequest,
-        reason: str,
-        arrived_s: float,
-        admitted_s: float,
-        first_s: float,
-        now_s: float,
+        self, sequence: EngineRequest, reason: str, arrived_s: float, admitted_s: float, first_s: float, now_s: float
     ) -> None:
         """Counts a finished sequence. Aborted sequences are not counted, as in vLLM."""
         self._finished[reason] += 1
