@@ -32,7 +32,7 @@ class AdapterPlanRunner(Protocol):
 
 
 class AdapterRoutes:
-    """Serves the adapter routes. The caller has authenticated the client."""
+    """Serves the adapter routes. Its caller authenticates the client."""
 
     def __init__(
         self, adapters: Adapters, runner: AdapterPlanRunner, dispatcher: Dispatcher, rulebook: Rulebook
@@ -68,7 +68,7 @@ class AdapterRoutes:
 
 
 def _answer(report: Report) -> web.Response:
-    """The report as JSON. Status 200 if all backends accepted, their common 4xx if all refused alike, else 502."""
+    """Returns the report as JSON: status 200 if all backends accepted, their common 4xx if all refused alike, else 502."""
     failed = [reply for reply in report.replies if not reply.taken]
     shown: dict[str, Any] = {
         "adapter": report.change.name,

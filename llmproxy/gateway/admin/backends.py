@@ -39,9 +39,7 @@ class DrainableBackends(Protocol):
 
 
 class BackendRoutes:
-    """Serves the routes of this module. The caller has authenticated the client. `reloader` is None without a
-    configuration file.
-    """
+    """Serves the routes of this module. Its caller authenticates the client."""
 
     def __init__(self, backends: DrainableBackends, reloader: Reloader | None, clock: Callable[[], float]) -> None:
         self._backends = backends

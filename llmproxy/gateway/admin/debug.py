@@ -52,9 +52,7 @@ NO_ADMIN_KEY = (
 
 
 class AdminPages:
-    """Decides who may use administrative paths, and builds the debug pages. `clock` returns the scheduler's time in
-    seconds.
-    """
+    """Decides who may use administrative paths, and builds the debug pages."""
 
     def __init__(self, config: Config, dispatcher: Dispatcher, adapters: Adapters, clock: Callable[[], float]) -> None:
         self._dispatcher = dispatcher
@@ -75,25 +73,21 @@ class AdminPages:
         self._secret_metrics = bool(config.tenants) or config.admin_key is not None
 
     def admits(self, request: web.BaseRequest) -> bool:
-        """Returns whether the client has the admin key. If no key is configured, returns whether the client is on this
-        machine.
-        """
+        """Returns whether the client has the admin key or, if no key is configured, is on this machine."""
         return self.has_key(request) if self._digest is not None else self._is_local(request)
 
     def _is_local(self, request: web.BaseRequest) -> bool:
-        """Returns whether the client seems to be on this machine, directly or behind a reverse proxy here that adds no
-        fields.
+        """Returns whether the client seems to be on this machine.
 
-        A web page of another server is not local, even in a browser on this machine. Its `Origin` shows that, or its
-        `Host` if the name of the page resolves to this machine (DNS rebinding).
+        A reverse proxy on this machine that adds no fields hides clients of other machines. A web page of another
+        server is no local client, even in a browser on this machine. Its `Origin` shows that, or its `Host` if the name
+        of the page resolves to this machine (DNS rebinding).
         """
         client = self._clients.identify(request)
         return client.certain and LOOPBACK[client.address] and self._names_us(request.headers.get("host", "").lower())
 
     def _names_us(self, host: str) -> bool:
-        """Returns whether a `Host` names this machine or an address of the proxy. An empty `Host` counts too, because
-        no browser sends it.
-        """
+        """Returns whether a `Host` names this machine or an address of the proxy. Only browsers always send a `Host`."""
         name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
         if name in ("", "localhost") or name in self._bound:
             return True
@@ -136,8 +130,7 @@ class AdminPages:
         return page_response({"adapters": [_adapter(state) for state in states], "more": more})
 
     def queue(self, request: web.BaseRequest) -> web.Response:
-        """Returns the whole queue, or with `?request=` the position of one waiting request (404 if no such request
-        waits).
+        """Returns the whole queue, or with `?request=` the position of a waiting request (404 if it does not wait).
 
         Returns 429 if pages are requested too often. These requests appear neither in metrics nor in the log.
         """
@@ -224,9 +217,7 @@ class AdminPages:
         return {name: value for name, value in fields.items() if name != "waited"} | self.waited(position.waited)
 
     def waited(self, waited: Waited | None) -> dict[str, Any]:
-        """Returns why a request waited, as fields of a page. The field `waited_for` is None if the request was not
-        delayed.
-        """
+        """Returns why a request waited, as fields of a page. `waited_for` is None if nothing delayed it."""
         if waited is None:
             return {"waited_for": None, "went_first": []}
         first = [(self._name(level), flow, count) for level, flow, count in waited.went_first]

@@ -19,9 +19,7 @@ ALIKE = 0.05
 
 
 def choice_pages(pools: Iterable[PoolChoices], now: float, limit: int, wanted: str | None) -> list[dict[str, Any]]:
-    """Returns each pool with its last `limit` placement decisions, newest first. `wanted` selects decisions by request
-    id or label.
-    """
+    """Returns the last `limit` placement decisions of each pool, newest first. `wanted`: only for this id or label."""
     pages, left = [], PRICES_MAX
     for pool in pools:
         found = [choice for choice in pool.choices if wanted is None or wanted in (choice.id, choice.label)]
@@ -50,9 +48,7 @@ def price_text(price: Price, prompt_tokens: int) -> str:
 
 
 def terms_text(terms: Sequence[tuple[str, float]]) -> str:
-    """Returns the terms of a price or score as text, without negligible terms: `queue 0.10 + prefill 0.27 + harm
-    0.04`.
-    """
+    """Returns the terms that are not negligible as text: `queue 0.10 + prefill 0.27 + harm 0.04`."""
     digits = _digits(sum(value for _, value in terms))
     return " + ".join([f"{name} {value:.{digits}f}" for name, value in terms if round(value, digits)])
 
@@ -117,9 +113,7 @@ def _learned(learned: Learned | None) -> dict[str, Any] | None:
 
 
 def page_fields(record: object, digits: int, **renamed: str) -> dict[str, Any]:
-    """Returns the fields of a struct or dataclass as a dict for a page, with floats rounded. `renamed` maps field names
-    to page names.
-    """
+    """Returns the fields of a struct or dataclass with rounded floats. `renamed`: field name -> name on the page."""
     fields: dict[str, Any] = msgspec.to_builtins(record)
     return {
         renamed.get(name, name): round(value, digits) if isinstance(value, float) else value

@@ -1,5 +1,4 @@
-"""The page `/ui` and its data: `/debug/live`, `/debug/history`, `/debug/requests`, `/debug/events`, `/debug/config`,
-and `/debug/plain` for browsers without JavaScript.
+"""The page `/ui`, its data below `/debug/`, and `/debug/plain` for browsers without JavaScript.
 
 `GET /debug/live` is the current state as JSON, built at most once a second for all clients; with `?since=SECOND` it is
 204 until there is a newer state. `GET /debug/history?span=900&columns=fleet/,band/` is the past as columns of 32-bit
@@ -74,9 +73,7 @@ FILTERS: dict[str, Callable[[RequestExit], Iterable[str | None]]] = {
 
 
 class LivePages:
-    """Serves the pages. The caller has checked that the client may see them. `clock` returns the scheduler's time in
-    seconds.
-    """
+    """Serves the pages. Its caller checks that the client may see them."""
 
     def __init__(
         self,
@@ -135,8 +132,7 @@ class LivePages:
         return web.Response(body=body, content_type="application/octet-stream", headers=UNSTORED)
 
     def _requests(self, request: web.BaseRequest) -> web.Response:
-        """Returns the last finished requests, newest first, or with `?request=` the history of one request (404 if
-        unknown).
+        """Returns the last finished requests, newest first; with `?request=` the history of one request, or 404.
 
         `?limit=` bounds the list (1 to 100). Filters (see FILTERS) search the newest 1,000 requests.
         """
@@ -184,9 +180,7 @@ class LivePages:
         return page_response({"settings": shown, "more": len(settings) - len(shown)})
 
     def _story(self, wanted: str, now: float) -> web.Response:
-        """Returns the history of one request: its position in the queue, its placement decisions, its attempts and its
-        end.
-        """
+        """Returns the history of one request: queue position, placement decisions, attempts and end."""
         pools = self._recorder.dispatcher.pools
         ended = self._recorder.recent.find(wanted)
         position = pools.position(wanted, now)
@@ -213,9 +207,7 @@ class LivePages:
         return fields
 
     def _waited(self, ended: RequestExit) -> dict[str, Any] | None:
-        """Returns the wait reason and the start of the wait of a request that ended without a backend; None for any
-        other.
-        """
+        """Returns the reason and the start of the wait of a request that got no backend; None for others."""
         since_s, arrived_s = ended.queued_s, ended.arrived_s
         if since_s is None or arrived_s is None:
             return None

@@ -26,9 +26,7 @@ STATES = ("up", "starting", "ejected", "down", "drained", "leaving")
 
 
 class ScalePages:
-    """Serves the pages. The caller has checked that the client may see them. `clock` returns the scheduler's time in
-    seconds.
-    """
+    """Serves the pages. Its caller checks that the client may see them."""
 
     def __init__(
         self, pools: Pools, statuses: Callable[[], Sequence[BackendStatus]], clock: Callable[[], float]
@@ -55,9 +53,7 @@ class ScalePages:
         return self._needs
 
     def _groups(self, needs: Mapping[str, Need]) -> dict[str, list[Group]]:
-        """Maps each pool whose backends have groups to its groups. A pool in `scaling.pools` has all configured
-        groups.
-        """
+        """Maps pools whose backends have groups to the groups. A pool in `scaling.pools` has all configured groups."""
         settings = self._pools.settings.scaling
         configured = {one.name: one for one in settings.groups}
         speeds: dict[str, dict[str, list[float]]] = {}
@@ -95,9 +91,7 @@ class ScalePages:
         pool = self._pools.catalogue.pool_named(name)
         named = self._pools.settings.scaling.pools
         if not self._pools.catalogue.ever_read and not any(need.waiting for need in needs.values()):
-            return refusal(
-                503, "No backend has answered since the start, so nothing is known yet.", {"Retry-After": "5"}
-            )
+            return refusal(503, "No backend has answered since the start of the proxy.", {"Retry-After": "5"})
         if name and pool not in needs:
             known = ", ".join(f"`{one}`" for one in sorted(needs)) or "none"
             return refusal(404, f"There is no pool `{name[:256]}`. Known pools: {known}; scaling.pools names others.")
@@ -131,9 +125,7 @@ class ScalePages:
 
 
 def shown(pool: str, need: Need, states: Mapping[str, int], *, named: bool) -> dict[str, Any]:
-    """Returns the answer for one pool. `states` maps each state to a number of backends. `named`: the pool is in
-    `scaling.pools`.
-    """
+    """Returns the answer for one pool. `states`: state -> number of backends. `named`: `scaling.pools` has the pool."""
     capacity = need.capacity
     return {
         "pool": pool,

@@ -82,7 +82,7 @@ class Clients:
 
 
 def _direct_client(peer: str, names: str) -> Client:
-    """Returns the client of a request from an untrusted `peer`. `names`: the names of its header fields, one per line."""
+    """Returns the client of a request from an untrusted `peer`. `names`: names of the header fields, one per line."""
     return Client(peer, FORWARDING.search(names) is None)
 
 

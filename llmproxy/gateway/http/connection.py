@@ -127,7 +127,7 @@ class ClientConnection(web.RequestHandler):
         self._wire.close()
 
     def eof_received(self) -> bool | None:  # type: ignore[override] # as asyncio's protocols do
-        """Closes the connection in turn with others that end at the same time. Returns True to keep it open until then."""
+        """Closes the connection in turn with others that end now. Returns True to keep it open until then."""
         server = cast("ClientServer | None", self._manager)
         if server is None or self._wire is None or self._address is None:
             return None

@@ -49,8 +49,8 @@ class Call(Timed, eq=False):
     own_key: bool = True
     # Whether the backend lists the model, so that "unknown model" is the backend's error and not the client's.
     listed: bool = True
-    # Whether another backend may go on: only whole events are relayed, an error event is held back, and an answer that
-    # is no stream is held until it is complete.
+    # Whether another backend may continue the stream or repeat the answer. Then only whole events are relayed, an error
+    # event is held back, and an answer without a stream is held until it is complete.
     holds: bool = False
     # The answer that the call continues; None for any other call.
     rest_of: RestOf | None = None

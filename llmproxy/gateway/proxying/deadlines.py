@@ -116,9 +116,7 @@ class Timed(Struct, eq=False, kw_only=True):
         return self._first_limit_s
 
     def look_s(self, now: float) -> float:
-        """When to check the limit again, perhaps before the limit: the answer may begin meanwhile, and then silence is
-        limited.
-        """
+        """When to check the limit again. The answer may begin before the limit, and then silence is limited."""
         return min(self.limit_s(), now + self.timeouts.stall_s)
 
     def streaming(self, now: float) -> None:
@@ -147,7 +145,7 @@ class Timed(Struct, eq=False, kw_only=True):
     @property
     def cause(self) -> Cause:
         """The limit that was exceeded."""
-        # The clock cannot tell, because a sweep is later than the limit.
+        # The time of the sweep is no evidence: it may be later than both limits.
         if self.limit_s() >= self.end_s:
             return Cause.OVERRAN
         return Cause.STALLED if self._streaming else Cause.LATE

@@ -308,13 +308,8 @@ class RequestHandler:
                 await end_broken(call, attempt, context.client, config.timeouts.stall_s)
 
     async def _attempt(self, context: RequestContext, request: Request, lease: Lease, attempt: Attempt) -> None:
-        rules, tenant, record, parsed, grant = (
-            context.rules,
-            context.tenant,
-            context.record,
-            context.parsed,
-            lease.grant,
-        )
+        rules, tenant, record = context.rules, context.tenant, context.record
+        parsed, grant = context.parsed, lease.grant
         backend, stage = self._backends[grant.placed.backend], grant.request.stage
         assert parsed is not None
         if record.trace is not None:
@@ -343,12 +338,12 @@ class RequestHandler:
                 if not (call.hide_usage and call.refuses(b"stream_options")):
                     break
                 self._usage.record_refusal(backend, grant.at_s)
-                # The client did not ask for usage: try again without it. A decode engine has freed the prompt of a call
-                # that it refuses, so the request is served whole instead.
+                # The client did not ask for usage, so ask again without it. Not in a decode stage: the engine has freed
+                # the prompt of the call that it refused, and the request is served whole.
                 if handover is not None:
                     break
                 attempt.restart()
-                # The refusal cost nothing, but the answer to the second call may report no usage.
+                # The refusal was free. The answer to the second call may report no usage.
                 lease.usage, asks = None, False
         finally:
             # Also after a cancellation: many clients leave as soon as they have read the end mark.
@@ -395,7 +390,7 @@ class RequestHandler:
 
     def _record(self, context: RequestContext) -> None:
         if self._sampler is not None:
-            # A request that was refused before its tenant was known has no trace yet.
+            # Does nothing unless the request was refused before its tenant was known.
             context.begin_trace(self._sampler)
         ended = context.finish(asyncio.get_running_loop().time())
         if context.request is not None:

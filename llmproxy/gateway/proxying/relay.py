@@ -48,8 +48,7 @@ from llmproxy.scheduling.lease import Lease
 from llmproxy.upstream.port import ConnectFailed, Exchange, LocalFailure, Upstream, UpstreamBroken
 
 HELD_BYTES_MAX = 64 << 10
-"""The size up to which an answer that is no stream is held until it is complete. Most of these arrive at once,
-and a broken answer can be repeated."""
+"""How many bytes of an answer without a stream are held back. Until they are sent, another backend can repeat it."""
 
 GOODBYE_S = 5.0
 """How long a client may take to read the error event that ends its broken stream."""
@@ -86,9 +85,8 @@ class Relay:
     ) -> None:
         """Send `call` to one backend and relay the answer. Sets the result in `attempt`, verdict and usage in `lease`.
 
-        `may_continue`: whether another backend may go on with the stream of `call`, asked if the backend hangs.
-
-        Raises nothing for a failure of the backend. Raises OSError when the client is gone.
+        If the backend hangs, `may_continue` is called: whether another backend may continue the stream. A failure of
+        the backend raises nothing. Raises OSError when the client is gone.
         """
         exchanging = self._exchange(attempt, lease, base_url, call, client, may_continue)
         try:
@@ -143,8 +141,8 @@ class Relay:
                 call.cut()
 
         def cut() -> None:
-            # A preemption does not end an answer that has begun. The loss of the backend ends the attempt, unless the
-            # whole answer has arrived and only the client is slow. A hang ends a stream that can go on elsewhere.
+            # The loss of the backend ends the attempt, unless the whole answer has arrived and only the client is slow.
+            # A preemption ends an attempt without an answer. A hang ends a stream that another backend can continue.
             nonlocal moving
             arrived = exchange is not None and exchange.ended
             if lease.revoked and not (attempt.committed and arrived):
@@ -193,7 +191,7 @@ class Relay:
             lease.on_cut = None
             if moving is not None:
                 moving.cancel()
-            # The source refers to the client, and a cycle would wait for the garbage collector.
+            # The source refers to the client. Without the cycle, both are freed at once.
             client.source = None
             if exchange is not None:
                 exchange.close()
@@ -318,13 +316,11 @@ class Relay:
         return True
 
     def _timed_out(self, attempt: Attempt, call: Call, lease: Lease) -> None:
-        outcome = Outcome.BROKEN_STREAM if attempt.committed else Outcome.UPSTREAM_TIMEOUT
+        lost = Outcome.BROKEN_STREAM if attempt.committed else Outcome.CONNECT_FAILED
         if lease.revoked:
-            lost = Outcome.BROKEN_STREAM if attempt.committed else Outcome.CONNECT_FAILED
             message = "The backend is gone: it refuses connections, and its open streams get no more data."
             attempt.fail(lost, Cause.GONE, message)
         elif lease.hung and call.was_cut:
-            lost = Outcome.BROKEN_STREAM if attempt.committed else Outcome.CONNECT_FAILED
             if lease.leaving:
                 attempt.fail(lost, Cause.GONE, "The backend was drained, and the deadline of the drain is over.")
             else:
@@ -333,13 +329,13 @@ class Relay:
             attempt.enter(AttemptState.FAILED)
             attempt.outcome, attempt.verdict = Outcome.INTERNAL, Verdict.PREEMPTED
         else:
-            attempt.fail(outcome, call.cause, call.reason())
+            attempt.fail(lost if attempt.committed else Outcome.UPSTREAM_TIMEOUT, call.cause, call.reason())
 
     def _account(self, attempt: Attempt, lease: Lease, call: Call) -> None:
         """Set the verdict and the usage of the lease at the end of an attempt."""
         lease.verdict, most = attempt.verdict, call.usage_max
         if most is None or attempt.verdict is Verdict.TRANSFER_FAILED:
-            # A prompt that cannot be transferred is computed again, and only the second computation is charged.
+            # A prompt that cannot be transferred is computed twice, and charged once.
             lease.usage = Usage(0, 0)
             return
         if call.tap is not None:
@@ -347,7 +343,7 @@ class Relay:
             seen = call.tap.data_events
         else:
             reported = usage_in_tail(call.tail) if call.tail else None
-            # Without a stream the progress is unknown. Charge the estimate: leaving early would be free otherwise.
+            # Without a stream the progress is unknown, and the estimate is charged. Otherwise leaving early would be free.
             seen = lease.grant.request.output_tokens
             if reported is None and len(call.tail) == TAIL_BYTES and call.head.startswith(b"{"):
                 # The answer has no usage, or so much data follows the usage that the tail does not contain it.
@@ -391,7 +387,7 @@ def fail_without_stream(attempt: Attempt) -> None:
 
 
 async def _held(first: bytes, call: Call, exchange: Exchange) -> bytes:
-    """Returns an answer in one piece, or its first HELD_BYTES_MAX bytes. Another backend may still be tried."""
+    """Returns an answer that is complete, or its first HELD_BYTES_MAX bytes."""
     held = bytearray(first)
     while not exchange.ended and len(held) < HELD_BYTES_MAX:
         held += await exchange.chunk()
@@ -440,7 +436,7 @@ async def end_broken(call: Call, attempt: Attempt, client: ResponseWriter, stall
         return
     event = bytes(tap.held_back)
     if not tap.error_seen:
-        # A blank line ends an incomplete event. Otherwise the client would read the error event as part of it.
+        # A blank line ends an incomplete event, which would swallow the error event.
         boundary = b"" if tap.at_boundary else b"\n\n"
         event = boundary + error_event(call.dialect, f"The stream broke: {attempt.message}")
     await end_with_error(event, client)

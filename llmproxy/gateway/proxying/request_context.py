@@ -32,7 +32,7 @@ from llmproxy.scheduling.lease import Lease
 _MODEL_CHARS_MAX = 100
 """The maximum length of unknown model names in logs, where JSON escaping can turn a character into 12 bytes."""
 
-_CLIENTS_DOING = frozenset({Outcome.CANCELLED, Outcome.BAD_REQUEST, Outcome.RATE_LIMITED})
+_CAUSED_BY_CLIENT = frozenset({Outcome.CANCELLED, Outcome.BAD_REQUEST, Outcome.RATE_LIMITED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class RequestContext(Struct, eq=False):
         """
         record, call = self.record, self.call
         outcome = record.outcome
-        if self.request is None or outcome in _CLIENTS_DOING or 400 <= record.status < 429:
+        if self.request is None or outcome in _CAUSED_BY_CLIENT or 400 <= record.status < 429:
             return None
         if outcome is not Outcome.COMPLETED or call is None:
             return False

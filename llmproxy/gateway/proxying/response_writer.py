@@ -204,7 +204,7 @@ class ResponseWriter:
         if self._transport is None or self._transport.is_closing():
             if self._connection is None or not self._connection.left:
                 raise ConnectionResetError("its connection is closed")
-            # The handler is cancelled in its turn. If thousands of clients leave at once, not all may end at once.
+            # The handler is cancelled soon, in turn with the handlers of other clients that have left.
             if self.source is not None:
                 self.source.pause()
             return

@@ -1,9 +1,8 @@
 """Remembers which backend stores which response of the responses API, and serves requests about stored responses.
 
 A request that fetches or cancels a stored response goes to its backend without waiting, because nothing is computed. A
-request that continues a response (`previous_response_id`) waits for that backend, as no other one can serve it. Engines
-keep responses in memory until their process ends. After a restart of the proxy the backends of older responses are
-unknown, so a request that continues such a response tries all backends.
+request that continues a response (`previous_response_id`) waits for that backend: engines keep responses in their own
+memory. After a restart of the proxy, the backends of older responses are unknown, and such a request tries all.
 """
 
 from __future__ import annotations

@@ -149,9 +149,7 @@ class StreamRelay(ResponseRelay):
             self._lease.apply(Progress(self._lease.grant.lease, self._tap.data_events), now)
 
     def flush(self) -> None:
-        """Send the rest of a stream that has ended, perhaps in the middle of an event. Raises UpstreamBroken if the end
-        of the answer is missing.
-        """
+        """Send the rest of a stream that has ended. Raises UpstreamBroken if the end of the answer is missing."""
         rest = self._tap.flush()
         if self._tap.cut_short:
             raise UpstreamBroken("the stream ended before the answer")

@@ -49,7 +49,7 @@ class Tenant:
         return urlsafe_b64encode(digest(self.salt, message, "sha256")).decode().rstrip("=")
 
     def allows(self, name: str) -> bool:
-        """Whether the tenant may use the model `name`. A forbidden model is answered like an unknown model."""
+        """Whether the tenant may use the model `name`. A forbidden model gets the answer of an unknown model."""
         return self.models is None or name in self.models
 
 

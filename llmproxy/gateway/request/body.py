@@ -58,7 +58,7 @@ async def read_body(
     except TimeoutError:
         if buffered.refused:
             raise _no_room(closes=True) from None
-        # The clock cannot tell which limit: timers of the loop go off up to a millisecond early.
+        # Do not compare with the clock: timers of the loop go off up to a millisecond early.
         if limit.when() != latest_s:
             message = (
                 f"The request body stopped arriving: nothing came for {silence_s:g} s (clients.body_idle_timeout_s)."

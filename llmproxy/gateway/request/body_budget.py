@@ -64,9 +64,7 @@ class BufferedBody:
         self.on_refused: Callable[[], None] | None = None
 
     def add_whole(self, size: int) -> bool:
-        """Counts a body of `size` bytes that arrived in one piece, or `size` more bytes of a request. Returns False if
-        they do not fit.
-        """
+        """Counts `size` bytes that have arrived in one piece. Returns False if they do not fit."""
         budget = self._budget
         if budget.buffered_bytes - budget.arriving_bytes + size > budget.bytes_max:
             return False
@@ -77,14 +75,12 @@ class BufferedBody:
         return True
 
     def begin(self, on_refused: Callable[[], None]) -> None:
-        """Starts a body that arrives in pieces. `on_refused` is called if the body is refused to free memory for
-        another.
-        """
+        """Starts a body that arrives in pieces. Calls `on_refused` if the body is refused to make room for others."""
         self.on_refused = on_refused
         self._budget.add_arriving(self)
 
     def add_piece(self, size: int) -> bool:
-        """Count `size` more bytes of a body. Returns False if it is refused."""
+        """Counts `size` more bytes of a body. Returns False if it is refused."""
         budget = self._budget
         if self.on_refused is None:
             return False

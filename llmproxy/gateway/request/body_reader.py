@@ -48,16 +48,16 @@ from llmproxy.gateway.request.parsed_body import (
 from llmproxy.gateway.request.prefix_hash import SALT, Chain, prompt_chain
 from llmproxy.gateway.request.prefix_hash_large import large_prompt_chain
 
-# Text costs little per byte, but every value costs an object: 128 KiB of brackets would block the loop for 15 ms, and
-# this many values block it for 2 ms. `benchmarks/parts/body_reader.py` measures it.
+# Every value costs an object: this many block the loop for 2 ms, and 128 KiB of brackets for 15 ms. Text costs little.
+# `benchmarks/parts/body_reader.py` measures it.
 PARSE_VALUES_MAX = 16 * 1024
 TURN_S = 0.002  # Long enough to make the switches cheap, and short compared with the noise of a token stream.
 OPTION_BYTES_MAX = 64 * 1024
 # The longest text that names a session. It fits into OPTION_BYTES_MAX even with every character escaped.
 SESSION_CHARS_MAX = 4096
-# More sequences than any engine runs at once. A client's invented number must not count as a fleet full of work.
+# More sequences than any engine runs at once. Without a maximum, a client could claim the work of a whole fleet.
 SEQUENCES_MAX = 1024
-# The maximum number of sequences that a request is believed to have. An engine does not run all of them at once.
+# The maximum number of sequences of a request, also of sequences that an engine runs later.
 ANSWERED_MAX = 1 << 20
 _NUMBER_CHARS_MAX = 64
 
@@ -88,9 +88,7 @@ _MEDIA_KEY = re.compile(rb'"(?:%s)"' % b"|".join(name.encode() for name in sorte
 
 
 class BodyReader:
-    """Reads the bodies of one event loop. Only one large body is read at a time, so many bodies block the loop no
-    longer than one.
-    """
+    """Reads the bodies of one event loop. Large bodies take turns, so that they block the loop no longer than one."""
 
     def __init__(self, *, prefixes: bool = False, session_members: Sequence[str] = ()) -> None:
         """With `prefixes`, computes the hash chain of every prompt, for a placement that uses prefixes.
@@ -133,9 +131,7 @@ class BodyReader:
 
 
 def parses_at_once(body: bytes) -> bool:
-    """Returns whether parsing blocks the loop for at most about 2 ms. May return False for a text with many
-    brackets.
-    """
+    """Returns whether parsing takes at most about 2 ms. May return False for a text with many brackets."""
     if len(body) <= 2 * PARSE_VALUES_MAX:
         return True
     # Every value except the outermost follows an opening bracket or a comma.
@@ -259,8 +255,8 @@ def _is_splittable(kind: BodyKind, fields: Mapping[str, Any]) -> bool:
 def _is_alike(kind: BodyKind, fields: Mapping[str, Any]) -> bool:
     """Returns whether an engine that accepts the prefill call also accepts the decode call of this body.
 
-    An engine that rejects a malformed decode call does not free the prompt, whose blocks then stay until the KV lease
-    expires. Only members that differ between the two calls are checked: other bad values already fail the prefill.
+    If an engine rejects the decode call, the KV blocks of the prompt stay until their lease expires. Only members that
+    differ between the two calls are checked: other bad values already fail the prefill.
     """
     for name in (*LIMITS[kind], "min_tokens"):
         if fields.get(name) is not None and type(fields[name]) is not int:
@@ -278,9 +274,7 @@ def _is_alike(kind: BodyKind, fields: Mapping[str, Any]) -> bool:
 
 
 def read_form(body: bytes, content_type: str, session_members: Sequence[str] = ()) -> Slices[ParsedBody]:
-    """Finds `model` and `stream` in a multipart form. Raises BadBody. Its prompt counts as one audio file of
-    MEDIA_BYTES.
-    """
+    """Finds `model` and `stream` in a multipart form. Its prompt has the size of one sound. Raises BadBody."""
     found = yield from scan_form(body, content_type, ("model", "stream", *TRANSFER, *session_members))
     for name in TRANSFER:
         if name in found:

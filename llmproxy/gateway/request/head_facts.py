@@ -18,7 +18,7 @@ Standing = tuple[int | None, str | None, float | None, float, Slo | None, str | 
 class HeadFacts:
     """The facts of one head. A connection keeps them while its requests repeat the head, and passes them on.
 
-    They are used only with the same `rules`. A new configuration has other rules, with other keys.
+    A configuration that is reloaded makes other `rules`, and the facts are found again.
     """
 
     rules: object
@@ -35,7 +35,7 @@ class HeadFacts:
     tenant: Tenant = NO_TENANT
     # Whether the client's headers about bands, flows and objectives count.
     trusted: bool = False
-    # The requested model and its target, of the latest request, and the standing of this request.
+    # The requested model of the latest request with its target, and the standing of that request.
     standing_for: tuple[str, str] | None = None
     standing: Standing | None = None
     # The longest wait for a backend that serves the model.

@@ -96,10 +96,10 @@ class Identity:
         span_id: str = "",
         forwarded: dict[bool, Headers] | None = None,
     ) -> Headers:
-        """Returns the header fields for `backend`: with the backend's key, without privileged fields of a client that
-        is not trusted.
+        """Returns the header fields of a request to `backend`. Privileged fields are forwarded only for a `trusted`
+        client.
 
-        With a `trace`, `span_id` is the parent of the backend's spans. Without one, the client's trace fields are
+        With a `trace`, `span_id` is the parent of the backend's spans. Without a `trace`, the client's trace fields are
         forwarded. `forwarded` has the fields of earlier calls with an equal head.
         """
         key = backend.api_key or self._backend_key
@@ -132,8 +132,7 @@ class Identity:
         return tuple(name for place, name in self._session_names if place == "body")
 
     def session(self, http: web.BaseRequest, in_body: Mapping[str, str], tenant: Tenant = NO_TENANT) -> str | None:
-        """Returns the session of a request as a hash that is the same in every process; None if the request names no
-        session.
+        """Returns the session of a request as a hash, equal in every process; None if the request names no session.
 
         The configured places are tried in order. `in_body` maps `session_members` to their texts in the body. Equal
         names of different tenants are different sessions.
@@ -156,12 +155,12 @@ class Identity:
         target: str,
         tenant: Tenant = NO_TENANT,
     ) -> None:
-        """Sets everything in `record` that decides how a request of `tenant` waits: band, flow, weight, objective and
-        maximum wait. `requested` is its model name, which resolves to `target`.
+        """Sets the band, flow, weight, objective and maximum wait of a request in its `record`.
 
-        A trusted header takes precedence over the tenant, and the tenant over the model. No request gets above its
-        tenant's `band_max`. Without `band_max`, a header cannot raise the band, unless the tenant is trusted. Any
-        client can lower its band. Raises Failure (400) for an invalid header of a trusted client.
+        `requested` is the model name, and `target` the model behind it. A trusted header takes precedence over the
+        tenant, and the tenant over the model. No request gets above its tenant's `band_max`. Without `band_max`, a
+        header raises the band only for a trusted tenant. Any client can lower its band. Raises Failure (400) for an
+        invalid header of a trusted client.
         """
         named = _first(headers, OBJECTIVE_HEADERS)
         objective, unknown = _NOTHING, None
@@ -213,9 +212,7 @@ class Identity:
         return tuple(name for name in dict.fromkeys(names) if name in self._limits)
 
     def max_wait_s(self, headers: Mapping[str, str], band: int = DEFAULT) -> float:
-        """Returns how long a request of `band` may wait, in seconds. Raises Failure (400) if the TTL header is no
-        duration.
-        """
+        """Returns the maximum wait of a request in seconds. Raises Failure (400) if the TTL header is no duration."""
         max_wait_s, text = self._band_max_waits_s.get(band, self._max_wait_s), headers.get(TTL_HEADER)
         if text is None:
             return max_wait_s
@@ -232,9 +229,7 @@ def _model_objective(config: Config, model: ModelConfig) -> _Objective:
 
 
 def _milliseconds(headers: Mapping[str, str], names: Sequence[str]) -> float | None:
-    """Returns the value of the first of these headers, converted from milliseconds to seconds; None if all are absent.
-    Raises Failure (400).
-    """
+    """Returns the first of these headers that is present, in seconds; None if all are absent. Raises Failure (400)."""
     given = _first(headers, names)
     if given is None:
         return None
@@ -276,7 +271,7 @@ def user_agent(headers: Mapping[str, str]) -> str | None:
 
 
 def id_for_error(headers: Mapping[str, str]) -> str:
-    """Returns the request id for answer and log of a refusal: the client's id if it fits, else a new id."""
+    """Returns the request id of a refusal: the client's id if it is valid, else a new id."""
     return request_id(headers) or uuid4().hex
 
 

@@ -82,18 +82,14 @@ class Member:
 
 
 def is_media(head: bytes) -> bool:
-    """Returns whether a long string is a data URL or base64. `head` has the first MEDIA_HEAD_BYTES of a string longer
-    than MEDIA_BYTES.
-    """
+    """Returns whether a string of more than MEDIA_BYTES is a data URL or base64, by its first MEDIA_HEAD_BYTES."""
     return _MEDIA.match(head) is not None
 
 
 def scan_members(
     body: bytes, wanted: Collection[str] | None, slice_bytes: int = SLICE_BYTES
 ) -> Slices[dict[str, Member]]:
-    """Like `scan_every`, but returns one value for each name found: the last one if the name is repeated, because the
-    engine uses the last one too.
-    """
+    """Like `scan_every`, but returns only the last value of a repeated name, as engines do."""
     return dict((yield from scan_every(body, wanted, slice_bytes)))
 
 
@@ -317,9 +313,7 @@ def _end_in(masked: bytes, state: _ScanState) -> int:
 
 
 def _add_strings(body: bytes, at: int, container: Member, state: _ScanState, parts: list[bytes], added: int) -> None:
-    """Adds the strings of one slice to the counts, and advances `state` past the slice. `parts` is the slice, split at
-    its quotes.
-    """
+    """Adds the strings of one slice to the counts, and advances `state`. `parts`: the slice, split at its quotes."""
     was_in_string, whole = state.in_string, len(parts) > 1
     inside = parts[not was_in_string :: 2]
     state.in_string = was_in_string != (len(parts) % 2 == 0)

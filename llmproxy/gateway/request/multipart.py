@@ -1,7 +1,7 @@
 """Finds the small fields of a multipart/form-data body, without copying or reading its files.
 
-Headers that can be read in two ways are refused. The engine reads the same bytes with its own parser, and a client must
-not be able to name one `model` to the proxy and another to the engine.
+Headers that can be read in two ways are refused. The engine reads the same bytes with its own parser, and both must
+find the same `model`.
 """
 
 from __future__ import annotations
@@ -80,8 +80,7 @@ def _boundary(content_type: str) -> bytes:
 
 
 def _params(header: str) -> dict[str, str]:
-    """Returns the parameters of a header value, with names in lower case. The content of a quoted value is never a
-    name.
+    """Returns the parameters of a header value, with names in lower case.
 
     Raises BadBody if the value has anything but parameters, or a parameter twice.
     """
@@ -100,9 +99,7 @@ def _params(header: str) -> dict[str, str]:
 
 
 def _field(head: bytes) -> tuple[str, bool]:
-    """Returns the name of the form field with this header block ("" if it has none), and whether the field is a
-    file.
-    """
+    """Returns the name of a form field ("" if it has none), and whether the field is a file."""
     lines = head.decode("utf-8", "replace").split("\r\n")
     if any(map(_CONTROL.search, lines)):
         raise BadBody("The header of a part of the form has a control character.")

@@ -20,15 +20,14 @@ from llmproxy.gateway.request.prefix_hash import PREVIOUS, SALT, Chain
 
 KV_TRANSFER = "kv_transfer_params"
 TRANSFER = (KV_TRANSFER, "ec_transfer_params")
-"""Members that make an engine read the cache of another engine, or keep its own cache for another. Some versions crash
-on them. Clients must not send them."""
+"""Members that clients must not send. They make an engine read or keep a KV cache for another engine, or crash."""
 # Member with arguments for the engine -> path inside it to an object in which transfer parameters have an effect too.
 _SAMPLING = "sampling_params"
 _ARGUMENTS = {"vllm_xargs": (), _SAMPLING: ("extra_args",)}
 PRIORITY = "priority"
 GUARDED = frozenset({*TRANSFER, *_ARGUMENTS, PRIORITY})
 """Members that change the work of an engine for other requests. The proxy replaces or refuses them."""
-# Members of `/v1/responses` about stored responses: the response to continue, the new response's id, whether to store.
+# Members of `/v1/responses`: the new response's id, and whether the engine stores the response.
 REQUEST_ID, STORE = "request_id", "store"
 RESPONSE_MEMBERS = (PREVIOUS, REQUEST_ID, STORE)
 
@@ -75,7 +74,7 @@ class ParsedBody(RequestFacts, frozen=True, kw_only=True):
     chain: Chain | None = None
     # Member name -> text, for members that name a session.
     sessions: Mapping[str, str] = {}
-    # The members of a `/v1/responses` body about stored responses.
+    # The RESPONSE_MEMBERS of a `/v1/responses` body.
     response_members: Mapping[str, Any] = {}
     # Every transfer parameter and priority, repeated names included.
     guarded: tuple[tuple[str, Member], ...] = ()
@@ -110,7 +109,7 @@ class ParsedBody(RequestFacts, frozen=True, kw_only=True):
         return self._member(name) is not None
 
     def answer_limits(self) -> list[tuple[str, bytes]]:
-        """Returns names and JSON values of the members that limit the answer: the one in effect, or all if that is
+        """Returns the names and JSON values of the limits of the answer: the effective limit, or all if that is
         unknown.
         """
         names = LIMITS[self.kind]
@@ -252,9 +251,7 @@ def _check_arguments(value: bytes, name: str, *path: str) -> Slices[None]:
 
 
 def as_bool(value: Any) -> bool | None:
-    """Returns the truth value of a JSON value by the engine's rules, where null is false. None for a value that the
-    engine rejects.
-    """
+    """Returns a JSON value as the engine reads a boolean; null is false. None for a value that the engine rejects."""
     if value is None or isinstance(value, bool):
         return bool(value)
     if isinstance(value, int | float) and value in (0, 1):

@@ -139,8 +139,7 @@ class _DenseError(Exception):
 
 
 def prompt_chain(fields: Mapping[str, Any], kind: BodyKind) -> Chain:
-    """Returns the chain of a body that orjson parsed; empty for an endpoint without a prompt. Invalid values are no
-    error.
+    """Returns the chain of a parsed body; empty for an endpoint without a prompt. Invalid values are no error.
 
     The chain ends early after PIECES_MAX pieces.
     """
@@ -160,8 +159,8 @@ def prompt_chain(fields: Mapping[str, Any], kind: BodyKind) -> Chain:
 
 
 def answer_bytes(answer: Any, kind: BodyKind) -> bytes:
-    """Returns the canonical bytes of an answer. The chain of the next request of a conversation begins with the
-    prompt's chain, extended by these bytes.
+    """Returns the canonical bytes of an answer. The next prompt of a conversation begins with the prompt and these
+    bytes.
 
     `answer` is the part that the client will send back: the message of a chat choice, the `content` list of an
     Anthropic message, the `output` list of a response, or the text of a completion. Empty if the chain of the next

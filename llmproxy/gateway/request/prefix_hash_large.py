@@ -42,7 +42,7 @@ from llmproxy.gateway.request.prefix_hash import (
     id_bytes,
 )
 
-# More values than a body that is parsed in one go can hold. A large body with more is not worth the time.
+# More values than a body that is parsed in one go can have. The chain of a large body ends there.
 _VALUES_MAX = 1 << 17
 _VALUES_PER_SLICE = 1024
 _JSON_DEPTH_MAX = 254  # The depth limit of orjson.

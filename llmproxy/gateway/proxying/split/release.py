@@ -20,11 +20,11 @@ from llmproxy.upstream.own_requests import post
 from llmproxy.upstream.port import ConnectFailed, Upstream, UpstreamBroken
 
 PREFILL_GRACE_S = 1.0
-"""How long a prefill continues after its client has left. An engine notices a disconnect only after its current step.
-If that was the last step, it keeps the blocks of a prompt whose transfer parameters the proxy never received."""
+"""How long the proxy still reads a prefill whose client has left. An engine notices a disconnect after its current step.
+If that was the last step, the engine keeps the blocks, and only its answer says how to free them."""
 DECODE_GRACE_S = 0.25
-"""A decode stage is not cut before it has run for this time. An engine that has not read the request yet does not tell
-the prefill engine to free the blocks."""
+"""How long a decode stage runs at least. An engine that has not read the request yet does not tell the prefill engine to
+free the blocks."""
 RELEASE_S = 1.0
 """How long a release may take. If it fails, the blocks are freed when their KV lease expires."""
 PATH = "/v1/completions"
@@ -52,7 +52,7 @@ async def shield_for(work: Coroutine[Any, Any, None], left_s: Callable[[], float
         if not task.cancelled():
             # Marks the exception as retrieved: it was raised above, or the caller was cancelled.
             task.exception()
-        # An error refers to this frame, and the cycle would wait for the garbage collector.
+        # An error refers to this frame. Without the cycle, both are freed at once.
         del task
 
 

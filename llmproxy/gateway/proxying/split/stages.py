@@ -107,7 +107,7 @@ def decide_stage_retry(attempt: Attempt, stage: Stage) -> None:
     attempt.split = Split.DECODE_REFUSED if refused else Split.DECODE_FAILED
     attempt.unsplit = refused
     if said and failed:
-        # The error does not mention the KV cache, so it does not prove that this backend failed, and not the other.
+        # The error does not mention the KV cache, so either backend may have failed.
         attempt.verdict, attempt.split, attempt.unsplit = Verdict.TRANSFER_FAILED, Split.TRANSFER_FAILED, True
 
 
