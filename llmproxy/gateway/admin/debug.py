@@ -87,7 +87,7 @@ class AdminPages:
         return client.certain and LOOPBACK[client.address] and self._names_us(request.headers.get("host", "").lower())
 
     def _names_us(self, host: str) -> bool:
-        """Returns whether a `Host` names this machine or an address of the proxy. Only browsers always send a `Host`."""
+        """Returns whether a `Host` names this machine or an address of the proxy. Every browser sends a `Host`."""
         name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
         if name in ("", "localhost") or name in self._bound:
             return True

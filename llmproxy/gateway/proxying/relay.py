@@ -343,7 +343,7 @@ class Relay:
             seen = call.tap.data_events
         else:
             reported = usage_in_tail(call.tail) if call.tail else None
-            # Without a stream the progress is unknown, and the estimate is charged. Otherwise leaving early would be free.
+            # Without a stream the progress is unknown. If the estimate were not charged, leaving early would be free.
             seen = lease.grant.request.output_tokens
             if reported is None and len(call.tail) == TAIL_BYTES and call.head.startswith(b"{"):
                 # The answer has no usage, or so much data follows the usage that the tail does not contain it.

@@ -20,11 +20,11 @@ from llmproxy.upstream.own_requests import post
 from llmproxy.upstream.port import ConnectFailed, Upstream, UpstreamBroken
 
 PREFILL_GRACE_S = 1.0
-"""How long the proxy still reads a prefill whose client has left. An engine notices a disconnect after its current step.
+"""How long the proxy still reads a prefill whose client left. An engine notices a disconnect after its current step.
 If that was the last step, the engine keeps the blocks, and only its answer says how to free them."""
 DECODE_GRACE_S = 0.25
-"""How long a decode stage runs at least. An engine that has not read the request yet does not tell the prefill engine to
-free the blocks."""
+"""How long a decode stage runs at least. An engine that has not read the request yet cannot ask for the blocks to be
+freed."""
 RELEASE_S = 1.0
 """How long a release may take. If it fails, the blocks are freed when their KV lease expires."""
 PATH = "/v1/completions"
