@@ -80,7 +80,7 @@ class DecisionLog(LineWriter[RequestExit]):
         try:
             return orjson.dumps(fields, option=orjson.OPT_APPEND_NEWLINE)
         except TypeError:
-            # A header that is not UTF-8 named the flow, which is rare. The other bytes still distinguish the flow.
+            # The name of the flow came from a header that is not UTF-8.
             return json.dumps(fields, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
 
     def _failed(self, error: OSError) -> None:

@@ -20,7 +20,7 @@ NEVER_GRANTED = Attempt()
 
 
 class RequestExit(Routing, kw_only=True, omit_defaults=True):
-    """The record of a request, begun at its arrival and complete at its end, for the log, metrics, pages and traces.
+    """The record of a request from its arrival to its end, for the log, metrics, pages and traces.
 
     It has no text of the prompt or the answer, and only the name of the key. Values that are unknown when a request is
     refused, such as band and estimate, are None.

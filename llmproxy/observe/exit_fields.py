@@ -68,7 +68,7 @@ def _microseconds(value_s: float) -> float:
 
 
 def _tokens(direction: str) -> tuple[Feed, ...]:
-    # An engine may report a negative number, and a counter never goes down.
+    # A counter must not fall, and an engine may report a negative number.
     return tuple(Feed(name, (direction,), when="value > 0") for name in ("tokens_total", "tenant_tokens_total"))
 
 

@@ -85,8 +85,9 @@ def configure(log_format: str, log_level: str, stream: TextIO | None = None) -> 
 
 @contextmanager
 def heard_by(listener: Listener) -> Iterator[None]:
-    """Passes the level, name and fields of each log line from level `info` on to `listener` during the block, except
-    lines of requests.
+    """During the block, passes the level, name and fields of each log line to `listener`.
+
+    Leaves out lines of requests, and lines below level `info`.
     """
     _listeners.append(listener)
     try:

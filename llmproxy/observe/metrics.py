@@ -25,8 +25,7 @@ from llmproxy.observe.series import Counts, Distributions, SeriesCollector
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 LABELS_MAX = 200
-"""Maximum number of values of `model`, `tenant` or `limit`, including `other`, which has all further values. Clients
-could invent any number."""
+"""Maximum number of values of `model`, `tenant` or `limit`. Further values count as `other`, which is included."""
 
 OTHER = "other"
 
@@ -101,11 +100,7 @@ _BACKEND_GAUGES: tuple[tuple[str, str, Callable[[BackendState], float | None]], 
     ("backend_saturation", "Load over limit; 1 is full.", lambda b: b.saturation),
     ("backend_limit", "Requests the backend is thought to run at once.", lambda b: b.limit),
     ("backend_available", "1 while the backend is healthy and may be given work.", lambda b: b.available),
-    (
-        "backend_drained",
-        "1 while the backend gets no new requests: drained, leaving or not ready.",
-        lambda b: b.drained,
-    ),
+    ("backend_drained", "1 while the backend is drained, leaving or not ready.", lambda b: b.drained),
     ("backend_ejected", "1 while outlier detection has ejected the backend, half open included.", lambda b: b.ejected),
     ("backend_down", "1 while polls find that the backend does not answer, or is unhealthy.", lambda b: b.down),
     ("backend_running", "Requests running in the engine, by the last scrape.", lambda b: b.running),
@@ -177,29 +172,25 @@ def _cluster(state: ClusterState) -> Iterator[CounterMetricFamily | GaugeMetricF
 def _scale(needs: Mapping[str, Need]) -> Iterator[GaugeMetricFamily]:
     values: tuple[tuple[str, str, Callable[[Need], float]], ...] = (
         ("scale_desired_replicas", "Replicas that the pool should have.", lambda need: need.desired),
-        ("scale_need_replicas", "The same, neither rounded nor bounded.", lambda need: need.need),
-        ("scale_estimate_valid", "1 if enough is known for that; 0 keeps what there is.", lambda need: need.sure),
+        ("scale_need_replicas", "Replicas that the pool needs, neither rounded nor bounded.", lambda need: need.need),
+        ("scale_estimate_valid", "1 if enough is known to estimate the need of the pool.", lambda need: need.sure),
     )
     for name, text, value_of in values:
         yield _gauge(name, text, "pool", ((pool, value_of(need)) for pool, need in needs.items()))
     term_text = "Replicas that each part of the work alone would need."
     terms = GaugeMetricFamily("llmproxy_scale_term_replicas", term_text, labels=["pool", "term"])
+    group_text = "Replicas of a group that the pool should have, not rounded."
+    groups = GaugeMetricFamily("llmproxy_scale_group_need_replicas", group_text, labels=["pool", "group"])
+    role_text = "Replicas of a role that the pool should have, not rounded, if it has roles."
+    roles = GaugeMetricFamily("llmproxy_scale_role_need_replicas", role_text, labels=["pool", "role"])
     for pool, need in needs.items():
         for term, replicas in need.terms.items():
             terms.add_metric([pool, term], replicas)
-    yield terms
-    group_text = "Replicas of a group that the pool should have, not rounded."
-    groups = GaugeMetricFamily("llmproxy_scale_group_need_replicas", group_text, labels=["pool", "group"])
-    for pool, need in needs.items():
-        for group, one in need.groups.items():
-            groups.add_metric([pool, group], one.need)
-    yield groups
-    role_text = "Replicas of a role that the pool should have, not rounded, where it has roles."
-    roles = GaugeMetricFamily("llmproxy_scale_role_need_replicas", role_text, labels=["pool", "role"])
-    for pool, need in needs.items():
+        for group, of_group in need.groups.items():
+            groups.add_metric([pool, group], of_group.need)
         for role, of_role in need.roles.items():
             roles.add_metric([pool, role], of_role.need)
-    yield roles
+    yield from (terms, groups, roles)
     capacity = ((pool, need.capacity.requests_per_s) for pool, need in needs.items() if need.capacity is not None)
     text = "Requests per second that a replica can serve, at the current mix of requests."
     yield _gauge("replica_capacity_requests_per_second", text, "pool", capacity)
@@ -249,7 +240,7 @@ _COUNTERS = (
     ("tenant_tokens_total", "tenant direction", "Tokens of tenants as the engines counted them."),
     ("log_lines_lost_total", "", "Lines that standard error could not take."),
     ("tokens_total", "direction model", "Tokens as the engines counted them."),
-    ("prefix_tokens_total", "backend kind", "Prompt tokens expected to be cached, and found so."),
+    ("prefix_tokens_total", "backend kind", "Prompt tokens: expected to be cached, cached, or both."),
     ("poll_failures_total", "backend reason", "Polls that failed."),
     ("adapter_changes_total", "backend action result", "Orders to backends to load or unload an adapter."),
     ("config_reloads_total", "result", "Times the configuration was read again."),
@@ -307,11 +298,11 @@ class Metrics:
         )
         self._spans_lost = Counter("llmproxy_spans_lost_total", "Spans that were not sent.", registry=registry)
         self._reloaded_at = Gauge(
-            "llmproxy_config_last_reload_timestamp_seconds", "When it was last read with success.", registry=registry
+            "llmproxy_config_last_reload_timestamp_seconds", "Time of the last successful reload.", registry=registry
         )
         self._reloaded_at.set_to_current_time()
         self._reload_ok = Gauge(
-            "llmproxy_config_last_reload_successful", "0 while the file last read is not gone by.", registry=registry
+            "llmproxy_config_last_reload_successful", "1 if the last reload was successful.", registry=registry
         )
         self._reload_ok.set(1)
         registry.register(series)

@@ -10,9 +10,7 @@ INTEGER_MAX = (1 << 64) - 1
 
 
 def packed(value: object) -> bytes:
-    """Encodes `value` as MessagePack. Escapes texts that are not UTF-8; different texts stay different. Larger integers
-    become INTEGER_MAX.
-    """
+    """Encodes `value` as MessagePack. Escapes texts that are not UTF-8. Replaces larger integers by INTEGER_MAX."""
     try:
         return _ENCODER.encode(value)
     except (UnicodeEncodeError, OverflowError):

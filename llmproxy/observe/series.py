@@ -36,9 +36,7 @@ class Counts(defaultdict[Labels, float]):
 
 
 class Distribution:
-    """A series of a histogram: the number of values in each bucket, and their sum. A bucket includes its upper
-    bound.
-    """
+    """A series of a histogram: the number of values in each bucket (upper bound included), and their sum."""
 
     __slots__ = ("_bounds", "counts", "sum")
 

@@ -217,9 +217,7 @@ def _predicted(time: str, predicted: Predicted | None) -> dict[str, float]:
 
 
 def _attempt_error(attempt: Attempt) -> str | None:
-    """Returns the `error.type` of a failed attempt. Preempted attempts, and attempts whose client left, have
-    not failed.
-    """
+    """Returns the `error.type` of a failed attempt; None for others, such as a preempted attempt."""
     if attempt.status is not None and attempt.status >= 400:
         return str(attempt.status)
     return None if attempt.verdict in _NO_FAILURES else attempt.verdict.value

@@ -36,9 +36,7 @@ _log = structlog.get_logger()
 
 
 def exporter_class(environ: Mapping[str, str] = os.environ) -> Any:
-    """Returns the exporter class for the environment's protocol. Raises ConfigError if it is unknown or not
-    installed.
-    """
+    """Returns the exporter class for the protocol. Raises ConfigError if it is unknown or not installed."""
     variables = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
     protocol = next((environ[name].strip() for name in variables if environ.get(name, "").strip()), "http/protobuf")
     if protocol not in _EXPORTERS:
@@ -60,18 +58,14 @@ def check(config: Config) -> None:
 
 
 def started(scheme: str, on_lost: Callable[[int], None]) -> SpanExport:
-    """Starts the export for requests received by `scheme` (http or https). Loads its libraries, which takes a
-    moment.
-    """
+    """Starts the export for requests received by `scheme` (http or https). Loading its libraries takes a moment."""
     from llmproxy.observe.span_tree import SpanTree
 
     return SpanExport(exporter_class()(), SpanTree(scheme).spans, on_lost)
 
 
 class _Reasons(logging.Handler):
-    """Stores the last message of the export library, which logs each failed attempt. The proxy logs one line
-    per outage.
-    """
+    """Stores the last message of the export library, for the one line that the proxy logs per outage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +155,5 @@ class SpanExport:
 
 
 def _count(ended: RequestExit) -> int:
-    """Returns the number of spans of a request: its own span, two for each attempt, and another for a wait without a
-    grant.
-    """
+    """Returns the number of spans of a request: its own, two for each attempt, and one for a wait without a grant."""
     return 1 + 2 * len(ended.tried) + (ended.queued_s is not None)

@@ -26,8 +26,7 @@ SAMPLERS: Mapping[str, tuple[bool, float | None]] = {
     "parentbased_always_off": (True, 0.0),
     "parentbased_traceidratio": (True, None),
 }
-"""Maps samplers of the OpenTelemetry specification to (whether the parent decides, ratio). None: the ratio is in
-OTEL_TRACES_SAMPLER_ARG."""
+"""OpenTelemetry's samplers -> (whether the parent decides, ratio). None: the ratio is in OTEL_TRACES_SAMPLER_ARG."""
 
 # Version 00 ends after the flags, later ones may go on. Version ff and ids of zeros are invalid.
 _TRACEPARENT = re.compile(

@@ -47,11 +47,11 @@ class LineWriter(ABC, Generic[Line]):
 
     @abstractmethod
     def _failed(self, error: OSError) -> None:
-        """Handles a failed write on the thread, unless the write before it failed too."""
+        """Reports a failed write on the thread, unless the write before it failed too."""
 
     @abstractmethod
     def _resumed(self, lost: int) -> None:
-        """Handles, on the thread, that lines can be written again after `lost` lines were dropped."""
+        """Reports on the thread that lines can be written again, and that `lost` lines were dropped."""
 
     def start(self) -> None:
         self._thread.start()

@@ -19,9 +19,7 @@ COLUMNS_MAX = 560
 
 
 class Stretch(Struct, frozen=True):
-    """A range of time of several columns. Each column has `rows` values, every `step_s` seconds from second
-    `from_s` on.
-    """
+    """A range of time of several columns: `rows` values each, every `step_s` seconds from second `from_s` on."""
 
     names: tuple[str, ...]
     from_s: int
@@ -50,13 +48,9 @@ class History:
         self._fleeting = fleeting
         self._worst = tuple(f"/{name}" for name in worst)
         self._columns: dict[str, _Column] = {}
-        self._last_s = -1
+        # The second of the newest row; -1 without rows.
+        self.last_s = -1
         self._first_s = -1
-
-    @property
-    def last_s(self) -> int:
-        """The second of the newest row; -1 without rows."""
-        return self._last_s
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -64,23 +58,23 @@ class History:
 
     def append(self, second: int, row: Mapping[str, float]) -> None:
         """Adds the row of a second, if the row is newer than the last row."""
-        if second <= self._last_s:
+        if second <= self.last_s:
             return
-        if self._last_s < 0:
-            self._first_s = self._last_s = second - 1
-        begin = self._last_s + 1
+        if self.last_s < 0:
+            self._first_s = self.last_s = second - 1
+        begin = self.last_s + 1
         if second - begin > SECONDS:
             # The process was stopped for longer than the columns of seconds cover.
-            self._put_gap(begin, end=(self._last_s // TEN_S + 1) * TEN_S)
-            begin = max((second - SECONDS) // TEN_S * TEN_S, self._last_s + 1)
-            self._forget_tens(self._last_s // TEN_S + 1, begin // TEN_S)
+            self._put_gap(begin, end=(self.last_s // TEN_S + 1) * TEN_S)
+            begin = max((second - SECONDS) // TEN_S * TEN_S, self.last_s + 1)
+            self._forget_tens(self.last_s // TEN_S + 1, begin // TEN_S)
         self._put_gap(begin, end=second)
         self._make_room(row)
         self._put(second, row)
 
     def latest(self) -> dict[str, float]:
-        at = self._last_s % SECONDS
-        return {name: column.seconds[at] for name, column in self._columns.items()} if self._last_s >= 0 else {}
+        at = self.last_s % SECONDS
+        return {name: column.seconds[at] for name, column in self._columns.items()} if self.last_s >= 0 else {}
 
     def read(self, prefixes: Iterable[str], span_s: int) -> Stretch:
         """Returns the last `span_s` seconds of the columns whose names begin with one of `prefixes`.
@@ -92,7 +86,7 @@ class History:
         names = tuple(name for name in self._columns if name.startswith(wanted))
         by_second = span_s <= SECONDS
         step_s, size = (1, SECONDS) if by_second else (TEN_S, TENS)
-        last = self._last_s if by_second else (self._last_s + 1) // TEN_S - 1
+        last = self.last_s if by_second else (self.last_s + 1) // TEN_S - 1
         first = max(last - min(span_s // step_s, size) + 1, (self._first_s + 1) // step_s)
         rows = max(0, last - first + 1)
         values = bytearray()
@@ -105,8 +99,10 @@ class History:
         return Stretch(names, first * step_s, step_s, rows, bytes(values))
 
     def _make_room(self, row: Mapping[str, float]) -> None:
-        """Adds the columns of a new row. If there are too many, drops columns without recent values: `fleeting` columns
-        first, then the columns whose last value is oldest.
+        """Adds the columns of a new row.
+
+        If there are too many, drops columns without a value in the row: `fleeting` columns first, then those with the
+        oldest last value.
         """
         new = [name for name in row if name not in self._columns]
         lacking = len(self._columns) + len(new) - COLUMNS_MAX
@@ -119,7 +115,7 @@ class History:
             self._columns[name] = _Column()
 
     def _put(self, second: int, row: Mapping[str, float]) -> None:
-        at, self._last_s = second % SECONDS, second
+        at, self.last_s = second % SECONDS, second
         for name, column in self._columns.items():
             value = row.get(name)
             if value is None:

@@ -62,9 +62,7 @@ def kind_of(ended: RequestExit) -> str:
 
 
 def bucket_of(seconds: float) -> int:
-    """Returns the histogram bucket of a time. Buckets grow by 2 %, so the middle of a bucket is within 1 % of
-    its times.
-    """
+    """Returns the histogram bucket of a time. The middle of a bucket is within 1 % of its times."""
     return int(log(seconds) * _SCALE + _OFFSET) if seconds > LEAST_S else 0
 
 
@@ -230,28 +228,23 @@ class Sums:
             band = self.bands.setdefault(name, BandSums())
             band.met += sign * one.met
             band.missed += sign * one.missed
-            for mine, theirs in (
-                (band.kinds, one.kinds), (band.wait_s, one.wait_s), (band.ttft_s, one.ttft_s),
-                (band.tpot_s, one.tpot_s),
-            ):  # fmt: skip
-                _merge(mine, theirs, sign)
+            for field in ("kinds", "wait_s", "ttft_s", "tpot_s"):
+                _merge(getattr(band, field), getattr(one, field), sign)
         for name, served in other.backends.items():
             backend = self.backends.setdefault(name, BackendSums())
             for field in BackendSums.__slots__:
                 setattr(backend, field, getattr(backend, field) + sign * getattr(served, field))
             if not backend.ends:
                 del self.backends[name]
-        for key, theirs_of_flow in other.flows.items():
-            flow = self.flows.get(key)
-            if flow is None:
-                flow = self.flows[key] = FlowSums()
-            flow.ends += sign * theirs_of_flow.ends
-            flow.tokens += sign * theirs_of_flow.tokens
-            flow.wait_us += sign * theirs_of_flow.wait_us
+        for key, theirs in other.flows.items():
+            flow = self.flows.setdefault(key, FlowSums())
+            flow.ends += sign * theirs.ends
+            flow.tokens += sign * theirs.tokens
+            flow.wait_us += sign * theirs.wait_us
             if not flow.ends:
                 del self.flows[key]
             elif sign > 0:
-                flow.weight = theirs_of_flow.weight
+                flow.weight = theirs.weight
         _merge(self.outcomes, other.outcomes, sign)
         self.retries += sign * other.retries
         self.preemptions += sign * other.preemptions
@@ -284,8 +277,7 @@ class Minute:
         self._running.add(ended)
 
     def tokens_per_s(self, backend: str, since_s: float | None) -> tuple[float, float]:
-        """Returns the prompt and output tokens per second of the requests that ended on `backend` within the last
-        minute.
+        """Returns the prompt and output tokens per second of requests that ended on `backend` in the last minute.
 
         Leaves out requests that ended before `since_s`. Divides by at least one second.
         """

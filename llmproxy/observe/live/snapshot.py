@@ -16,7 +16,7 @@ import orjson
 
 from llmproxy import __version__
 from llmproxy.core.domain import BackendPace
-from llmproxy.core.snapshot import BackendSnapshot, BackendStatus, BandSnapshot, FlowSnapshot, PoolSnapshot, Snapshot
+from llmproxy.core.snapshot import BackendSnapshot, BackendStatus, FlowSnapshot, PoolSnapshot, Snapshot
 from llmproxy.observe.live.events import EJECTED, STATE_EVENTS, Event
 from llmproxy.observe.live.minute import KINDS, FlowSums, quantile
 from llmproxy.observe.live.recorder import SHARES, Recorder
@@ -33,14 +33,10 @@ EVENTS_MAX = 40
 
 
 class LiveSnapshot:
-    """Builds the JSON document of the current second. Its field `nameless` counts requests for models that no backend
-    lists yet.
+    """Builds the JSON document of the current second.
 
-    Args:
-        instance: The name of this process.
-        clock: The event loop's clock.
-        wall: The time of day.
-        cluster: Returns the leader and the members of the cluster, None without a cluster.
+    `instance` is the name of this process. `cluster` returns the leader and the members of the cluster, None without a
+    cluster.
     """
 
     def __init__(
@@ -178,7 +174,7 @@ class LiveSnapshot:
                     "places": band.places,
                     "min_share": band.min_share,
                     "reason": band.reason,
-                    "oldest_s": round(_oldest_s(band), 3),
+                    "oldest_s": round(max((flow.oldest_age_s for flow in band.shown), default=0.0), 3),
                     "blocked": dict(islice(band.blocked.items(), LIMITS_MAX)),
                     "flows": [_flow(flow) for flow in band.shown],
                     "more_flows": band.flows - len(band.shown),
@@ -216,7 +212,7 @@ class LiveSnapshot:
         reading, minute = view.reading, recorder.minute
         sums = minute.total.backend(name)
         since_s = max(status.since_s, change.at_s if change is not None else 0.0)
-        # Tokens from before a replica went away say nothing about it now.
+        # While a replica is not up, only tokens since its last change count.
         prompt_s, output_s = minute.tokens_per_s(name, None if status.state == "up" else since_s)
         return {
             "backend": name,
@@ -302,10 +298,6 @@ def dumped(content: object) -> bytes:
         return orjson.dumps(content)
     except TypeError:
         return json.dumps(content, allow_nan=False).encode()
-
-
-def _oldest_s(band: BandSnapshot) -> float:
-    return max((flow.oldest_age_s for flow in band.shown), default=0.0)
 
 
 def _flow(flow: FlowSnapshot) -> dict[str, Any]:

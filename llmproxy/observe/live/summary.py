@@ -131,9 +131,7 @@ def _backends(statuses: Sequence[BackendStatus], state: str, reasons: dict[str, 
 
 
 def _slow(paces: Mapping[str, float | None], learned: Sequence[BackendPace]) -> list[str]:
-    """Returns a sentence about replicas that are slow now, or that the placement found slow for prompts; else an empty
-    list.
-    """
+    """Returns a sentence about slow replicas, also slow for prompts only; an empty list without any."""
     now = sorted((-pace, name) for name, pace in paces.items() if pace is not None and pace >= SLOWER)
     prompts = sorted(
         (-one.prefill_factor, one.backend) for one in learned if one.step_factor < SLOWER <= one.prefill_factor
