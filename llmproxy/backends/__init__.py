@@ -1,3 +1,1 @@
-"""The list of backends and their state: registry, discovery, polls, adapters. Requests do not pass through this
-package.
-"""
+"""The list of backends and their state: registry, discovery, polls, adapters. No request passes through it."""

@@ -68,9 +68,7 @@ class AdapterKeeper(BackendObserver):
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def carry_out(self, plan: AdapterPlan) -> Report:
-        """Sends the load or unload requests of a plan to all its backends at once. Cancellation does not stop the
-        requests.
-        """
+        """Sends the load or unload requests of a plan to all its backends at once, also if it is cancelled."""
         return await asyncio.shield(self._spawn(self._carry_out(plan)))
 
     def listed(self, backend: str, listing: Listing) -> None:
@@ -119,9 +117,7 @@ class AdapterKeeper(BackendObserver):
             return await self._order(change, backend)
 
     async def _catch_up(self, backend: str) -> None:
-        """Sends a backend the missing adapter changes, up to the first failure. The next model list triggers the
-        others.
-        """
+        """Sends a backend its missing adapter changes. After a failure, the next model list triggers the rest."""
         try:
             for change in self._adapters.due(backend, _now()):
                 async with self._turns[backend]:
@@ -151,7 +147,10 @@ class AdapterKeeper(BackendObserver):
             return Reply(backend, None, taken=False, message="The backend was removed.")
         try:
             async with asyncio.timeout(self._timeouts.adapter_s):
-                status, body = await self._post(config, change)
+                status, body = await post(
+                    self._upstream, config, self._backend_api_key, PATHS[change.kind], change.fields,
+                    self._timeouts.connect_s, ANSWER_BYTES_MAX,
+                )  # fmt: skip
         except (ConnectFailed, UpstreamBroken) as error:
             return Reply(backend, None, taken=False, message=str(error)[:MESSAGE_CHARS_MAX])
         except TimeoutError:
@@ -159,16 +158,9 @@ class AdapterKeeper(BackendObserver):
             return Reply(backend, None, taken=False, message=message)
         if backend in self._listers:
             await self._listers[backend].list_now()
-        # A backend refuses to load a present adapter, and to unload a missing one. Its model list shows which adapters
-        # it has.
+        # A backend refuses to load a present adapter, and to unload a missing one. Then its model list decides.
         taken = 200 <= status < 300 or self._adapters.is_met(change, backend)
         return Reply(backend, status, taken, _message(status, body))
-
-    async def _post(self, backend: BackendConfig, change: AdapterChange) -> tuple[int, bytes]:
-        return await post(
-            self._upstream, backend, self._backend_api_key, PATHS[change.kind], change.fields,
-            self._timeouts.connect_s, ANSWER_BYTES_MAX,
-        )  # fmt: skip
 
 
 def _message(status: int, body: bytes) -> str:

@@ -135,9 +135,7 @@ async def addresses(resolver: Resolver, host: str, port: int) -> list[Address]:
 
 
 async def services(name: str, _: int) -> list[Address]:
-    """Returns the servers in the SRV records of the best priority (RFC 2782). Weights are ignored: the scheduler
-    distributes requests.
-    """
+    """Returns the servers in the SRV records of the best priority (RFC 2782). Ignores the weights."""
     from dns import asyncresolver, exception, resolver
 
     try:

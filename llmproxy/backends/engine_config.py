@@ -1,4 +1,4 @@
-"""Reads an engine's batch limit (sequences that run at once) from the configuration that the engine publishes."""
+"""Reads an engine's batch limit (sequences that run at once) from its published configuration."""
 
 from __future__ import annotations
 

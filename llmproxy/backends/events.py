@@ -49,9 +49,7 @@ class BackendObserver:
 
 
 class BackendEvents(BackendObserver):
-    """Passes events of pollers and the registry to the dispatcher, then to `observers`. The list may grow until the
-    first backend joins.
-    """
+    """Passes events to the dispatcher, then to `observers`. Observers may be added until the first backend joins."""
 
     def __init__(self, dispatcher: Dispatcher, observers: Sequence[BackendObserver] = ()) -> None:
         self._dispatcher = dispatcher

@@ -45,8 +45,7 @@ _JUDGED_BYTES = 128 << 10
 _NUMBER_BYTES_MAX = 64
 _VALUE_MAX = 1e15
 _FOREIGN_LINE = re.compile(rb"^(?!#|[ \t\r]*$|(?:%s)\b)" % b"|".join(n.encode() for n in METRIC_NAMES), re.MULTILINE)
-# The quantifiers are possessive, and each match begins where the last label ended, so no text takes more than linear
-# time.
+# Possessive quantifiers, and matches that begin where the last label ended: the time is linear in the text.
 _LABEL = re.compile(rb'[\s,]*+([A-Za-z_][A-Za-z0-9_]*+)\s*+=\s*+"([^"\\]*+(?:\\.[^"\\]*+)*+)"', re.DOTALL)
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 
@@ -75,7 +74,7 @@ def parse_reading(text: bytes, taken_at_s: float) -> Generator[None, None, Readi
         kv_tokens=(yield from _kv_tokens(text)),
         running_adapters=adapters,
         max_adapters=max_adapters,
-        deferred=round((yield from _deferred(text))),
+        deferred=round(sum((yield from _values(text, WAITING_BY_REASON, b'"deferred"')))),
         generated=round(sum(generated)) if generated else None,
     )
 
@@ -119,9 +118,7 @@ def _samples(text: bytes, name: bytes) -> Iterator[tuple[bytes, bytes] | None]:
 
 
 def _number(rest: bytes) -> float | None:
-    """Returns the number at the beginning of `rest`, which a timestamp may follow. Returns None for NaN, infinity, and
-    negative or absurd values.
-    """
+    """Returns the number at the beginning of `rest`; None for NaN, infinity, and negative or absurd values."""
     try:
         value = float(rest[:_NUMBER_BYTES_MAX].split(None, 1)[0])
     except (ValueError, IndexError):
@@ -129,29 +126,19 @@ def _number(rest: bytes) -> float | None:
     return value if isfinite(value) and 0 <= value <= _VALUE_MAX else None
 
 
-def _values(text: bytes, name: bytes) -> Generator[None, None, list[float]]:
+def _values(text: bytes, name: bytes, label: bytes = b"") -> Generator[None, None, list[float]]:
+    """Returns the values of a metric, of series with `label` in their labels."""
     values = []
     for sample in _samples(text, name):
         if sample is None:
             yield
-        elif (value := _number(sample[1])) is not None:
+        elif label in sample[0] and (value := _number(sample[1])) is not None:
             values.append(value)
     return values
 
 
-def _deferred(text: bytes) -> Generator[None, None, float]:
-    total = 0.0
-    for sample in _samples(text, WAITING_BY_REASON):
-        if sample is None:
-            yield
-        elif b'"deferred"' in sample[0]:
-            total += _number(sample[1]) or 0.0
-    return total
-
-
 def _newest_adapters(text: bytes) -> Generator[None, None, tuple[frozenset[str], int | None]]:
-    # The engine never removes a series of this metric: each combination of adapters leaves a series, whose value is the
-    # time when the combination last ran.
+    # Each combination of adapters leaves a series, whose value is the time when it last ran.
     newest_s, newest = -1.0, None
     for sample in _samples(text, LORA_INFO):
         if sample is None:

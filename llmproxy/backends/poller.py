@@ -34,8 +34,7 @@ from llmproxy.lifecycle.descriptors import errno_reason
 from llmproxy.upstream.port import ConnectFailed, InvalidResponse, Upstream, UpstreamBroken, read_response_body
 
 BODY_BYTES_MAX = 4 << 20
-"""Maximum bytes read of an answer: a page of vLLM has 0.1 MB, a list of 8,000 adapters 4 MB, and a wrong URL may lead
-to anything. Answers are parsed in slices, so that no step blocks the loop for more than about 10 ms."""
+"""Maximum bytes read of an answer. A page of vLLM has 0.1 MB, a list of 8,000 adapters 4 MB."""
 
 FAST_BYTES_MAX = 32 << 10
 """A filtered page that is larger than this costs the engine too much: it is scraped as rarely as the full page."""
@@ -55,9 +54,8 @@ GZIP_OR_ZLIB = 32
 NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG")
 """OpenSSL's reasons for an answer that is no TLS."""
 
+# Without the slash, vLLM ignores the filter, which costs the engine's event loop twenty times as much.
 FILTERED_PATH = "/metrics/?" + "&".join(f"name[]={quote(name, safe=':')}" for name in METRIC_NAMES)
-# The slash matters: without it vLLM serves another handler, which ignores the filter and costs the engine's event loop
-# twenty times as much.
 
 T = TypeVar("T")
 
@@ -137,16 +135,12 @@ class Poller:
             asking.cancel()
 
     async def list_now(self) -> None:
-        """Reads and reports the backend's models now, after a change of adapters. Ignores a failure: the next poll
-        reports it.
-        """
+        """Reports the backend's models now, after a change of adapters. Leaves a failure to the next poll."""
         with suppress(_PollFailed):
             await self._ask_models()
 
     async def _ask_limit(self) -> None:
-        """Requests the engine's batch limit. Runs beside the polls each time the backend comes up, because the answer
-        may take seconds.
-        """
+        """Requests the batch limit each time the backend comes up. The answer may take seconds, and polls go on."""
         while True:
             await self._came_up.wait()
             self._came_up.clear()
@@ -173,8 +167,7 @@ class Poller:
             if timed_out:
                 self._events.timed_out(self._backend)
             self._events.troubled(self._backend, failure.trouble, failure.detail)
-            # A refused connection is cheap, and a quick retry shows soon whether it persists. A poll that ran out of
-            # time was itself a pause.
+            # A refused connection is cheap, so the next poll is soon. After a timeout, enough time has passed.
             soon = timed_out or failure.trouble is Trouble.REFUSED
             return self._jittered(self._times.interval_s if soon else self._times.page_interval_s)
         return max(0.0, min(self._health_due_s, self._models_due_s, self._metrics_due_s) - self._clock())
@@ -199,11 +192,11 @@ class Poller:
         self._health_due_s = self._models_due_s = self._metrics_due_s = self._probe_due_s = -inf
 
     def _jittered(self, interval_s: float) -> float:
-        # Polls of many backends and many proxies must not happen all at once. An interval is the longest time allowed.
+        # Spreads the polls of many backends and proxies over time. A configured interval is the longest.
         return interval_s * self._rng.uniform(0.8, 1.0)
 
     async def _ask_what_is_due(self) -> None:
-        """Sends the due requests. The next interval begins with the answer, so that a slow server gets a pause."""
+        """Sends the due requests. Intervals begin with the answer, so that a slow server gets pauses."""
         if self._clock() >= self._health_due_s:
             await self._ask_health()
             self._health_due_s = self._clock() + self._jittered(HEALTH_INTERVAL_S)
@@ -228,8 +221,7 @@ class Poller:
             if isinstance(failure, _PollTimedOut):
                 self._events.timed_out(self._backend)
             self._events.unread(self._backend, failure.trouble, failure.detail)
-            # The last good answer to `/health` is older than this failure, and a machine that is gone fails in the same
-            # way.
+            # A machine that is gone fails in the same way, and the last answer to `/health` is older than this failure.
             await self._ask_health()
             self._health_due_s = self._clock() + self._jittered(HEALTH_INTERVAL_S)
         self._metrics_due_s = self._clock() + self._jittered(interval_s)
@@ -250,8 +242,7 @@ class Poller:
         sent_at_s = self._clock()
         status, body = await self._get("/v1/models")
         if status != 200:
-            # Every engine has this route: a server without it, such as a front that waits for its engine, serves
-            # nothing.
+            # Every engine has this route. A server without it serves nothing (yet), such as a front of an engine.
             trouble = Trouble.UNHEALTHY if status >= 500 or status == 404 else Trouble.GARBAGE
             asks = "; is the backend's api_key right?" if self._has_key else "; set backend_api_key, or its own api_key"
             hint = asks if status in (401, 403) else "; does it speak TLS (https://)?" if status == 400 else ""
@@ -263,15 +254,13 @@ class Poller:
         if all(card.parent is not None for card in listing.cards):
             # The previous names stay known, so that requests for them wait.
             raise _PollFailed(Trouble.UNHEALTHY, f"GET {self._url}/v1/models lists no base model")
-        # The answer to an earlier request may arrive later. It must not replace a newer answer.
+        # The answer to an earlier request may arrive late.
         if sent_at_s >= self._listed_at_s:
             self._listed_at_s = sent_at_s
             self._events.listed(self._backend, listing)
 
     async def _ask_metrics(self) -> tuple[Reading | None, float]:
-        """Scrapes the best metrics page that has values, beginning with the page of the last scrape. Returns the
-        values, and the seconds until the next scrape.
-        """
+        """Returns the metrics of the best page that has any, and the seconds until the next scrape."""
         sources = list(_MetricsSource)
         if self._metrics_source is not None and self._clock() < self._probe_due_s:
             sources = sources[sources.index(self._metrics_source) :]
@@ -344,9 +333,7 @@ async def _in_slices(slices: Generator[None, None, T]) -> T:
 
 
 def _decompressed(body: bytes, headers: list[tuple[str, str]]) -> bytes:
-    """Decompresses gzip or deflate, which a server may apply without being asked. Unpacks at most BODY_BYTES_MAX + 1
-    bytes. Raises zlib.error.
-    """
+    """Decompresses at most BODY_BYTES_MAX + 1 bytes: some servers compress unasked. Raises zlib.error."""
     coding = next((value for name, value in headers if name.lower() == "content-encoding"), "")
     if coding.strip().lower() not in ("gzip", "deflate"):
         return body
@@ -367,8 +354,8 @@ def _trouble(error: Exception) -> Trouble:
     cause = error.__cause__
     if isinstance(cause, OSError) and errno_reason(cause) is not None:
         return Trouble.LOCAL_FAILURE
-    # Only a refused connection proves that no process listens, and open streams are ended on that proof. A name that
-    # does not resolve, or an unreachable network, must never count as a refusal.
+    # A refused connection proves that no process listens, and ends open streams. A name that does not resolve, or an
+    # unreachable network, proves nothing.
     return Trouble.REFUSED if _is_refused(cause) else Trouble.TIMEOUT
 
 

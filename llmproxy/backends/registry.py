@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from types import MappingProxyType
 
 import structlog
@@ -35,17 +34,6 @@ class Instance(BackendConfig):
 
     uid: str
     ready: bool
-
-
-class MemberState(StrEnum):
-    """The state of a backend, as the admin API shows it."""
-
-    UP = "up"
-    STARTING = "starting"
-    EJECTED = "ejected"
-    DOWN = "down"
-    DRAINED = "drained"
-    LEAVING = "leaving"
 
 
 @dataclass(slots=True)
@@ -94,9 +82,7 @@ class BackendRegistry:
 
     @property
     def backends(self) -> Mapping[str, BackendConfig]:
-        """A live map of backend names to configurations, including backends that are being removed. A backend that is
-        listed again while it is being removed moves to the end.
-        """
+        """A live map of backend names to configurations, including backends that are being removed."""
         return MappingProxyType(self._backends)
 
     @property
@@ -132,8 +118,9 @@ class BackendRegistry:
             self._poll_anew(member)
 
     def drain(self, name: str, deadline_s: float | None = None) -> None:
-        """Stops new requests to a backend until `undrain`, whatever its source says. After `deadline_s`, its streams go
-        on elsewhere. Raises KeyError for an unknown name.
+        """Stops new requests to a backend until `undrain`. After `deadline_s`, its streams go on elsewhere.
+
+        Raises KeyError for an unknown name.
         """
         member = self._members[name]
         self._set_drained(member, drained=True)
@@ -142,9 +129,7 @@ class BackendRegistry:
             member.moving = spawned(self._move_streams(member, deadline_s), f"move the streams of {name}")
 
     def undrain(self, name: str) -> None:
-        """Ends the drain of a backend. A backend that is being removed still gets no requests. Raises KeyError for an
-        unknown name.
-        """
+        """Ends the drain of a backend, unless it is being removed. Raises KeyError for an unknown name."""
         member = self._members[name]
         self._set_drained(member, drained=False)
         _cancel_move(member)
@@ -154,9 +139,7 @@ class BackendRegistry:
         self._drained_before.update(names)
 
     def restore_limits(self, known: Mapping[str, KnownLimit]) -> None:
-        """Sets batch limits that another process learned, also for backends added later. `known` maps backend URLs to
-        limits.
-        """
+        """Sets learned batch limits, also for backends added later. `known`: URL of a backend -> limit."""
         self._restored = known
         for name, backend in self._backends.items():
             if backend.url in known:
@@ -313,15 +296,15 @@ class BackendRegistry:
     def _status(self, member: _Member) -> BackendStatus:
         backend = self._pools.backends[member.config.name]
         if member.leaving is not None:
-            state = MemberState.LEAVING
+            state = "leaving"
         elif member.drained:
-            state = MemberState.DRAINED
+            state = "drained"
         elif not _is_ready(member.config):
-            state = MemberState.STARTING
+            state = "starting"
         elif backend.health.down:
-            state = MemberState.DOWN
+            state = "down"
         else:
-            state = MemberState.UP if backend.health.available(self._now()) else MemberState.EJECTED
+            state = "up" if backend.health.available(self._now()) else "ejected"
         config = member.config
         in_flight = self._dispatcher.in_flight(config.name)
         return BackendStatus(

@@ -80,9 +80,8 @@ class _Unusable(Exception):  # noqa: N818 - it is found in a file, and logged
 def place(setting: str, environ: Mapping[str, str], host: str, port: int) -> Path | None:
     """Returns the path of the state file for the setting `state_file`; None if no file is used.
 
-    By default, the file is in systemd's StateDirectory, else in the XDG base directories, and has the listening address
-    in its name, so that each proxy has its own. A port that the system chooses changes with each start, so it gets no
-    file.
+    By default, the file is in systemd's StateDirectory, else in the XDG base directories. It has the listening address
+    in its name, so that each proxy has its own file. A proxy on a port that the system chooses has no file.
     """
     if setting == NONE:
         return None

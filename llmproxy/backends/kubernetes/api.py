@@ -21,9 +21,7 @@ BUFFER_BYTES = 4 << 20
 
 
 class ApiError(Exception):
-    """The API server refused a request, or did not answer. `status` is 0 without an answer. `cut` is True if the
-    connection broke during the answer.
-    """
+    """The API server refused a request (`status`), or did not answer (0). `cut`: the connection broke in mid-answer."""
 
     def __init__(self, why: str, status: int = 0, *, cut: bool = False) -> None:
         super().__init__(why)
@@ -89,9 +87,7 @@ class KubernetesApi:
             return self._url
         host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
         if not host:
-            raise ApiError(
-                "this process runs in no cluster: set discovery.kubernetes_api to the URL of `kubectl proxy`"
-            )
+            raise ApiError("this is no pod of a cluster: set discovery.kubernetes_api to the URL of `kubectl proxy`")
         return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
 
     def _opened(self) -> aiohttp.ClientSession:

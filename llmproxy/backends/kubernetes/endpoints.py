@@ -112,9 +112,7 @@ TCP = (None, "TCP")
 
 
 def _state(endpoint: Endpoint) -> tuple[bool, bool]:
-    """Returns whether the endpoint is ready, and whether it is terminating. Missing conditions mean ready and not
-    terminating (KEP-1672).
-    """
+    """Returns (ready, terminating). Missing conditions mean ready and not terminating (KEP-1672)."""
     conditions = endpoint.conditions
     return conditions.ready is not False, bool(conditions.terminating)
 

@@ -66,8 +66,9 @@ def _age(key: tuple[str, str, str], one: CustomObject) -> tuple[str, ...]:
 
 
 def _is_for(one: CustomObject, namespace: str, pools: Collection[tuple[str, str]]) -> bool:
-    """Returns whether an object refers to one of these pools. Raises WrongObjectError and msgspec.ValidationError for
-    invalid references.
+    """Returns whether an object refers to one of these pools.
+
+    Raises WrongObjectError and msgspec.ValidationError for invalid references.
     """
     refs = msgspec.convert(one.spec, PoolRefs)
     named = [*([refs.pool_ref] if refs.pool_ref is not None else []), *(refs.pool_refs or ())]

@@ -50,8 +50,7 @@ class _Collection:
 
 
 class ExtensionObjects:
-    """Watches the extension's objects, and passes their entries to `take` at every change, from `reconfigure` until
-    `close`.
+    """Watches the extension's objects until `close`, and passes their entries to `take` at every change.
 
     `awaited` is True while unread objects may still define model names. `on_answer` is called when `awaited` may have
     changed. `answered` is set once each collection was read or failed, and cleared when the pools change.

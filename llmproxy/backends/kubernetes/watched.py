@@ -35,12 +35,14 @@ class Named(Protocol):
 T = TypeVar("T", bound=Named)
 
 
-class _ListMetadata(Struct, rename="camel", frozen=True):
+class _Metadata(Struct, rename="camel", frozen=True):
+    name: str = ""
+    namespace: str = ""
     resource_version: str = ""
 
 
 class _List(Struct, frozen=True):
-    metadata: _ListMetadata
+    metadata: _Metadata
     items: list[msgspec.Raw] | None = None
 
 
@@ -50,21 +52,15 @@ class _Event(Struct, frozen=True):
 
 
 class _Bookmark(Struct, frozen=True):
-    metadata: _ListMetadata = _ListMetadata()
+    metadata: _Metadata = _Metadata()
     code: int = 0
     message: str = ""
-
-
-class _Name(Struct, rename="camel", frozen=True):
-    name: str = ""
-    namespace: str = ""
-    resource_version: str = ""
 
 
 class _Unread(Struct, frozen=True):
     """The name of an invalid object."""
 
-    metadata: _Name = _Name()
+    metadata: _Metadata = _Metadata()
 
 
 class Watched(Generic[T]):
@@ -141,9 +137,7 @@ class Watched(Generic[T]):
         self._on_change()
 
     async def _follow(self) -> None:
-        """Applies events until the watch ends. Raises ApiError, with status 410 if the server no longer has the
-        version.
-        """
+        """Applies events until the watch ends. Raises ApiError: status 410 if the server dropped the version."""
         watch = {"watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": str(WATCH_S)}
         version = {"resourceVersion": self._version or ""}
         self._following = True

@@ -68,8 +68,7 @@ class AdapterRoutes:
 
 
 def _answer(report: Report) -> web.Response:
-    """Returns the report as JSON: status 200 if all backends accepted, their common 4xx if all refused alike, or 502.
-    """
+    """Returns the report as JSON: status 200 if all accepted, their common 4xx if all refused alike, otherwise 502."""
     failed = [reply for reply in report.replies if not reply.taken]
     shown: dict[str, Any] = {
         "adapter": report.change.name,
