@@ -1,6 +1,6 @@
-"""`python -m llmproxy.cli.child ARGS` is `llmproxy ARGS`, but also ends when its standard input ends.
+"""`python -m llmproxy.cli.child ARGS` is `llmproxy ARGS`, and ends when its parent ends.
 
-The parent has the other end of that pipe, so this process ends with its parent, however the parent ends.
+The parent has the other end of standard input, which ends with the parent, even after a `kill -9`.
 """
 
 from __future__ import annotations
@@ -15,21 +15,17 @@ from llmproxy.cli import main
 STOP_TIMEOUT_S = 10.0
 
 
-def _end_with_standard_input() -> None:
+def _watch_parent() -> None:
     """Ends this process when its standard input ends: by SIGTERM, and `STOP_TIMEOUT_S` later by force."""
-
-    def watch() -> None:
-        while os.read(0, 4096):
-            pass
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(STOP_TIMEOUT_S)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+    while os.read(0, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(STOP_TIMEOUT_S)
+    os._exit(1)
 
 
 def run() -> None:
-    _end_with_standard_input()
+    threading.Thread(target=_watch_parent, name="parent-watch", daemon=True).start()
     main()
 
 

@@ -1,6 +1,4 @@
-"""The commands: `serve`, `check`, `config`, `hash-key`, `replica`, `export`, `top`, `explain`, `scale`, `whatif`,
-`usage`, `batch`, `demo`, `simulate`; `first_hour` has `doctor`, `init` and `shadow`.
-"""
+"""The commands, except `doctor`, `init` and `shadow`, which `first_hour` has."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`python -m llmproxy.cli.demo_child KEYS ARGS` runs `llmproxy ARGS` for the demo, with a button on its page for each
-of KEYS.
-"""
+"""`python -m llmproxy.cli.demo_child KEYS ARGS`: `llmproxy ARGS`, with a button on its page for each of KEYS."""
 
 from __future__ import annotations
 

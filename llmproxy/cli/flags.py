@@ -145,9 +145,7 @@ def _of_variable(name: str, known: Sequence[str]) -> str:
 
 
 def from_flags(flags: Mapping[str, Sequence[str] | str | None], urls: Sequence[str]) -> list[Override]:
-    """Returns the configuration overrides from `flags` (parameter name -> values) and from `urls`, the positional
-    arguments. Raises ConfigError.
-    """
+    """Returns the overrides from `flags` (parameter name -> values) and positional `urls`. Raises ConfigError."""
     given = [(flag, flag.name, flags.get(flag.parameter)) for flag in FLAGS]
     texts = [(flag, name, [value] if isinstance(value, str) else value or []) for flag, name, value in given]
     return _overrides(one for one in [*texts, (BACKENDS, "URL", urls)] if one[2])
@@ -161,18 +159,14 @@ def unknown_flags(arguments: Sequence[str], known: Collection[str]) -> list[str]
 
 
 def _with_section(flag: str) -> str | None:
-    """Returns advice for a flag without its section, such as `--max-wait-s` for `--queue-max-wait-s`. Returns None if
-    no section has such a key.
-    """
+    """Returns advice for a flag without its section, such as `--max-wait-s`; None if no section has such a key."""
     if found := [shown for key, shown in SHOWN.items() if flag_of(key.rpartition(".")[2]) == flag]:
         return f"is not a known flag; write {' or '.join(found)} (--help-all shows all flags)"
     return None
 
 
 def _only_in_files() -> dict[str, str]:
-    """Maps flags that a user might try to advice, for keys that only a file can set. A flag is made from the whole key
-    and from its last part.
-    """
+    """Returns flag -> advice, for keys that only a file can set: flags with and without the section's name."""
     found: dict[str, list[str]] = {}
     for key in keys_of_files():
         for name in dict.fromkeys((flag_of(key.replace("[]", "")), flag_of(key.rpartition(".")[2]))):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 from typer import Option
@@ -25,9 +26,10 @@ METAVARS: Mapping[Any, str] = {int: "N", float: "N", str: "TEXT"}
 
 
 def _option(kind: Any, *names: str, **about: Any) -> Any:
-    inner = get_args(kind)[0] if get_args(kind) else kind
-    item = get_args(inner)[0] if get_args(inner) else inner
-    about.setdefault("metavar", METAVARS.get(item))
+    inner = get_args(kind)[0] if get_origin(kind) in (Union, UnionType) else kind
+    if get_origin(inner) is Literal:
+        about["metavar"] = "|".join(get_args(inner))
+    about.setdefault("metavar", METAVARS.get(get_args(inner)[0] if get_args(inner) else inner))
     return Annotated[kind, Option(*names, **about)]
 
 
@@ -61,7 +63,6 @@ REPLICA: Options = {
     "text": (
         _option(
             Literal["words", "numbered"],
-            metavar="words|numbered",
             help="Answer with pseudo-words, or with numbered tokens, which show lost and repeated tokens.",
         ),
         "words",
@@ -69,7 +70,6 @@ REPLICA: Options = {
     "join": (
         _option(
             Literal["same", "split", "repeat"],
-            metavar="same|split|repeat",
             help="Continue a numbered answer from its text: the same, split into other tokens, or repeating a token.",
         ),
         "same",
@@ -77,7 +77,6 @@ REPLICA: Options = {
     "shutdown": (
         _option(
             Literal["now", "abort", "hang"],
-            metavar="now|abort|hang",
             help="On SIGTERM: cut open streams, end them as aborted, or leave them hanging, as vLLM does.",
         ),
         "now",
@@ -85,7 +84,6 @@ REPLICA: Options = {
     "kv_transfer": (
         _option(
             Literal["nixl", "store"] | None,
-            metavar="nixl|store",
             help="Pass KV to other replicas: nixl keeps it until another replica reads it, store uses a shared store.",
         ),
         None,
@@ -94,9 +92,7 @@ REPLICA: Options = {
     "kv_lease_s": (_option(float, help="Seconds for which KV is kept for another replica."), 30.0),
     "kv_load_failure_policy": (
         _option(
-            Literal["fail", "recompute"],
-            metavar="fail|recompute",
-            help="Requests whose KV cannot be loaded: fail, or recompute the prompt.",
+            Literal["fail", "recompute"], help="Requests whose KV cannot be loaded: fail, or recompute the prompt."
         ),
         "fail",
     ),

@@ -157,9 +157,7 @@ class SettingInForce:
 
 
 def in_force(config: Config) -> list[SettingInForce]:
-    """Returns every key with its value, in the order of the schema. A key of a list entry names the entry:
-    `backends[gpu-0].url`.
-    """
+    """Returns every key with its value, in the order of the schema. Keys of list entries: `backends[gpu-0].url`."""
     return [setting for _, setting in _settings(config, "", (), config.origins)]
 
 

@@ -1,4 +1,4 @@
-"""Validation helpers: checks across several values, and the look-up of bands by name."""
+"""Validation helpers: checks across several values, and bands by name."""
 
 from __future__ import annotations
 
@@ -32,9 +32,7 @@ def repeated(texts: Sequence[str], key: str) -> list[Problem]:
 
 
 def band_of(criticality: str | int, bands: Mapping[str, int]) -> int:
-    """Returns the band for a name or an integer. `bands` maps configured names to bands. Raises ValueError for an
-    unknown name.
-    """
+    """Returns the band for a name or an integer. `bands`: configured name -> band. Raises ValueError if unknown."""
     if isinstance(criticality, int):
         return criticality
     known = {**BAND_NAMES, **bands}
@@ -58,9 +56,7 @@ def unknown_bands(entries: Iterable[object], key: str, bands: Mapping[str, int])
 
 
 def bands_in(section: Mapping[str, float], key: str, bands: Mapping[str, int]) -> tuple[dict[int, str], list[Problem]]:
-    """Converts the band names that are keys of `section`. Returns a map of bands to the names used there, and a problem
-    for each unknown name.
-    """
+    """Returns band -> its name in `section`, and a problem for each name there that is no band."""
     problems: list[Problem] = []
     given: dict[int, str] = {}
     for name in section:
@@ -77,9 +73,7 @@ def bands_in(section: Mapping[str, float], key: str, bands: Mapping[str, int]) -
 
 
 def rising_ceilings(values: Mapping[int, float], given: Mapping[int, str]) -> list[Problem]:
-    """Returns a problem for each band whose ceiling is above the ceiling of a higher band. `given` maps bands to names
-    for messages.
-    """
+    """Returns a problem for each band with a higher ceiling than a higher band. `given`: band -> name for messages."""
     problems: list[Problem] = []
     for upper, lower in pairwise(sorted(values, reverse=True)):
         if values[lower] > values[upper]:

@@ -288,7 +288,7 @@ class Config(Section):
 
     @field_validator("body_bytes_total_max")
     @classmethod
-    def _holds_a_body(cls, total: int, info: ValidationInfo) -> int:
+    def _not_below_one_body(cls, total: int, info: ValidationInfo) -> int:
         if total < (body_bytes_max := info.data.get("body_bytes_max", 0)):
             report([((), f"{total} is below body_bytes_max {body_bytes_max}: such a body could never be read")])
         return total
@@ -311,7 +311,7 @@ class Config(Section):
         return queue
 
     @model_validator(mode="after")
-    def _keeps_to_itself(self) -> Config:
+    def _without_conflicts(self) -> Config:
         if self.admin.port and self.admin.port == self.port:
             report([(("admin", "port"), f"{self.port} is the port of clients; null: both share it")])
         if self.forward_credentials and self.needs_key():

@@ -31,9 +31,7 @@ OLD_KEYS: Mapping[str, str] = {
     "scheduling.start_limit": "scheduling.initial_batch_limit",
     "scheduling.withdrawal": "scheduling.preemption",
 }
-"""Old and new names of keys outside lists. An old name works in files, flags, variables and parameters of simulated
-policies until 0.1.0 is released. Both names at once are an error."""
-
+"""Old and new names of keys outside lists. Old names work until 0.1.0 is released. Both at once are an error."""
 
 REMOVED_KEYS: Mapping[str, str] = {"cluster.pools": "one leader schedules all pools; a larger fleet runs two clusters"}
 """Removed keys, each with the reason. A file with such a key is refused, as with any unknown key."""
@@ -42,11 +40,6 @@ REMOVED_KEYS: Mapping[str, str] = {"cluster.pools": "one leader schedules all po
 def advice(key: str, instead: str) -> str:
     """Returns the warning for an old name of `key`. `instead` is the new key, flag or variable."""
     return f"is the old name of {key} and works until 0.1.0; write {instead}"
-
-
-def current(key: str) -> str:
-    """Translates an old key name to the current name. Returns other keys unchanged."""
-    return OLD_KEYS.get(key, key)
 
 
 FILE_BYTES_MAX = 4 << 20

@@ -81,9 +81,7 @@ def unless_policy(kind: str, *names: str) -> Rule:
 
 
 def unless_url(*prefixes: str) -> Rule:
-    """Returns the rule that the field has no effect without a backend URL that begins with one of `prefixes`. Flags may
-    add the first such URL later.
-    """
+    """Returns the rule that the field has no effect if backends are given, and no URL begins with a prefix."""
     return unless(
         lambda config: not config.backends or any(one.url.startswith(prefixes) for one in config.backends),
         f"the url of no backend begins with {' or '.join(prefixes)}",

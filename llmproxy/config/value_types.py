@@ -158,9 +158,7 @@ LOOKED_UP = (DNS, SRV, KUBERNETES)
 
 
 def backend_url(value: str) -> str:
-    """Validates the URL of a server; with `dns+` or `srv+`, of all servers behind a DNS name; with `kubernetes+`, of
-    pods.
-    """
+    """Validates the URL of a server, of servers behind a DNS name (`dns+`, `srv+`), or of pods (`kubernetes+`)."""
     if value.lower().startswith(KUBERNETES):
         return PodsUrl.of(value).text
     prefix = next((prefix for prefix in (DNS, SRV) if value.lower().startswith(prefix)), "")

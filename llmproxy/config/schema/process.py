@@ -166,7 +166,5 @@ class SharedLimitsConfig(Section):
 
     @property
     def proxies(self) -> int | None:
-        """The number of proxies that divide the limits while the store is unreachable; None if requests are refused
-        then.
-        """
+        """The number of proxies that divide the limits if the store is unreachable; None if they refuse requests."""
         return None if self.on_failure == CLOSED else int(self.on_failure.partition("/")[2])

@@ -261,19 +261,14 @@ CONTINUED = ("off", "safe", "always")
 """The values of `retry.continue`."""
 
 
+_WITH_RETRIES = idle.unless(lambda config: config.retry.extra_attempts > 0, "retry.extra_attempts is 0")
+
+
 class RetryConfig(Section):
     extra_attempts: Annotated[Integer, Field(ge=0, le=100)] = 2
     """Most further attempts."""
-    budget_ratio: Annotated[
-        Number,
-        Field(ge=0, le=1),
-        idle.unless(lambda config: config.retry.extra_attempts > 0, "retry.extra_attempts is 0"),
-    ] = 0.2
+    budget_ratio: Annotated[Number, Field(ge=0, le=1), _WITH_RETRIES] = 0.2
     """Most retries, as a share of all requests."""
-    continue_: Annotated[
-        str,
-        one_of(CONTINUED),
-        idle.unless(lambda config: config.retry.extra_attempts > 0, "retry.extra_attempts is 0"),
-    ] = Field(default="safe", alias="continue")
+    continue_: Annotated[str, one_of(CONTINUED), _WITH_RETRIES] = Field(default="safe", alias="continue")
     """Streams that continue on another replica when theirs fails. off: none. safe: those without options that depend on
     all tokens of the answer, such as `seed` and penalties. always: also with these options."""

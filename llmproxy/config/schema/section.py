@@ -17,10 +17,8 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _nothing_below_is_default(cls, data: Any) -> Any:
-        """Replaces a null section, list or mapping by its default: YAML gives null if all lines below a key are
-        comments.
-        """
+    def _empty_is_default(cls, data: Any) -> Any:
+        """Replaces a null section, list or mapping by its default. YAML reads a key without lines below it as null."""
         if not isinstance(data, dict):
             return data
         below = {name for name, field in cls.model_fields.items() if _holds_lines(field) and not may_be_null(field)}
