@@ -48,7 +48,7 @@ class ServerJob:
     first_s: float | None = None
     # Whether the fault `reset` will cut the answer in mid-stream.
     cut_short: bool = False
-    # Tokens of the answer that the proxy has counted, and the time of the last increase.
+    # The tokens that the proxy has counted, and the time of the last increase.
     heard_tokens: int = 0
     heard_s: float = 0.0
 

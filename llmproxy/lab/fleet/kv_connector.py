@@ -27,18 +27,6 @@ class KeptKv:
         """Whether the process that computed the blocks still runs."""
         return self.connector.engine is self.engine
 
-    def hold(self) -> None:
-        """Pins the blocks until `release`, because the reading server has accepted the request."""
-        self.connector.hold(self)
-
-    def lost(self) -> None:
-        """Starts a last lease of the blocks, because the reader is gone."""
-        self.connector.lease(self, self.connector.times.extension_s)
-
-    def release(self) -> bool:
-        """Releases the blocks. Returns whether they were still pinned."""
-        return self.connector.release(self)
-
 
 class KvConnector:
     """The KV connector of one server. It calls `before` and `after` around each change of the engine."""
@@ -61,7 +49,7 @@ class KvConnector:
                 lease.cancel()
         self._leases.clear()
         for kept in self._fetching.values():
-            kept.lost()
+            kept.connector.lease(kept, kept.connector.times.extension_s)
         self._fetching.clear()
         self._known.clear()
         self.engine = engine
@@ -104,12 +92,12 @@ class KvConnector:
     def accepted(self, request_id: str, kept: KeptKv) -> None:
         """Records a request whose KV blocks are on another server."""
         self._fetching[request_id] = kept
-        kept.hold()
+        kept.connector.hold(kept)
 
     def left(self, request_id: str) -> None:
         """Records the end of a request. A transfer that has begun still ends."""
         if (kept := self._fetching.pop(request_id, None)) is not None:
-            kept.release()
+            kept.connector.release(kept)
 
     def fetch(self, request_id: str, tokens: int, ended: Callable[[bool], None]) -> None:
         """Reads a request's KV blocks. Calls `ended` with True on success, unless this server dies earlier."""
@@ -123,7 +111,7 @@ class KvConnector:
 
         def read() -> None:
             # Only after the read is it certain that the blocks were pinned all the time.
-            right = kept.release()
+            right = kept.connector.release(kept)
             if self.engine is not engine:
                 return
             assert engine is not None

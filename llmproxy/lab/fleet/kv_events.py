@@ -1,4 +1,4 @@
-"""The caches as a subscriber to the engines' KV events sees them: 10 ms late, and wrong after lost events."""
+"""The cached blocks that a subscriber to the engines' KV events knows: 10 ms late, and wrong after lost events."""
 
 from __future__ import annotations
 

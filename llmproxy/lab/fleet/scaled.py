@@ -1,4 +1,4 @@
-"""A fleet with an autoscaler: its serving, starting and leaving replicas, and their cost."""
+"""A fleet with an autoscaler: its serving, starting and leaving replicas, and its cost."""
 
 from __future__ import annotations
 

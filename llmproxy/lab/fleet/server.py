@@ -62,8 +62,8 @@ class _FaultsInForce:
 class SimulatedServer:
     """A simulated server that accepts requests and scrapes, with its faults.
 
-    The engine is advanced lazily: a run of pure decode steps needs one timer. A request or scrape during the run first
-    advances the engine to that moment.
+    A run of pure decode steps needs one timer. A request or scrape during the run first advances the engine to that
+    moment.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ class SimulatedServer:
         return past[-1] if past else self._seen[0][1]
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        """Publishes KV events to another subscriber, one batch per step."""
+        """Publishes one batch of KV events per step to a further subscriber."""
         self._subscribers.append(subscriber)
         self.engine.publish_kv_events()
 

@@ -61,7 +61,7 @@ class World:
         return request_id
 
     def sequence(self, request_id: str, name: str, stage: Stage = Stage.WHOLE) -> EngineRequest:
-        """Returns the engine request for a stage of a live request, with the id `name`."""
+        """Returns the engine request with the id `name` for a stage of a live request."""
         arrival = self.arrivals[request_id]
         return EngineRequest(
             name,

@@ -9,8 +9,6 @@ BAND = f'{HERE},band=~"$band"'
 MODEL = f'{BAND},model=~"$model"'
 BACKEND = f'{HERE},backend=~"$backend"'
 REFUSED = "rejected_.*|expired.*|shed|rate_limited"
-
-
 TENANT = f'{HERE},direction=~"input|output"'
 
 

@@ -62,8 +62,9 @@ def _ended(function: str, window: str, outcomes: str, by: str = "job, band", ban
 
 
 def _errors(window: str) -> str:
-    """Returns an expression for the error ratio of each band. Failures before a band is known have the band `none`, and
-    are divided by all requests.
+    """Returns an expression for the error ratio of each band.
+
+    Failures before a band is known have the band `none`, and are divided by all requests.
     """
     named, none = 'band!="none"', 'band="none"'
     of_band = _ended("rate", window, _COUNTED, band=named)

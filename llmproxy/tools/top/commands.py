@@ -30,9 +30,7 @@ ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 async def top(target: ProxyAddress, interval_s: float, *, once: bool, as_json: bool) -> None:
-    """Shows the proxy until the user presses `q`. With `once`, or without a terminal, prints one screen. Raises
-    AskError.
-    """
+    """Shows the proxy until `q`; with `once`, or without a terminal, prints one screen. Raises AskError."""
     async with asking(target) as asker:
         if once or as_json or not can_draw():
             found = await asker.get(LIVE)
@@ -89,9 +87,7 @@ class _Screen:
         self._stopped = False
 
     async def run(self) -> None:
-        """Polls the proxy and draws until the user quits. Retries an unreachable proxy. Raises AskError for other
-        errors.
-        """
+        """Draws until the user quits. Retries an unreachable proxy. Raises AskError for other errors."""
         await self._ask()
         polls = asyncio.create_task(self._poll())
         try:

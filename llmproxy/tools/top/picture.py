@@ -122,8 +122,9 @@ def picture(
 
 
 def _shares(wanted: Sequence[int], room: int | None) -> list[int]:
-    """Returns the number of rows for each section. Sections get one row each in turn, until all have their wanted rows
-    or `room` lines are used.
+    """Returns the number of rows for each section.
+
+    Sections get one row each in turn, until all have their wanted rows or `room` lines are used.
     """
     if room is None:
         return list(wanted)

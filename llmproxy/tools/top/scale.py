@@ -27,16 +27,16 @@ TERMS = ("work", "ahead", "queue", "seats", "kv", "adapters")
 
 
 def scale(found: dict[str, Any]) -> RenderableType:
-    """Draws the answer of `/scale` as tables. Raises AskError if the fields differ, for example in another version."""
+    """Draws the answer of `/scale` as tables. Raises AskError if its fields differ, as in another version."""
     try:
         pools = found["pools"]
         if not pools:
             return Text("No pool is known yet.")
         parts: list[RenderableType] = [_pools(pools), Text(), _terms(pools)]
         if any(pool["groups"] for pool in pools):
-            parts += [Text(), _groups(pools)]
+            parts += [Text(), _parts(pools, "group", "cost")]
         if any(pool["roles"] for pool in pools):
-            parts += [Text(), _roles(pools)]
+            parts += [Text(), _parts(pools, "role")]
         return Group(*parts)
     except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise AskError(f"this is not the scale of this version of llmproxy: {error!r}") from None
@@ -69,25 +69,20 @@ def _terms(pools: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _groups(pools: list[dict[str, Any]]) -> Table:
-    """Lists the groups of replicas of all pools that have groups."""
-    table = _table("group", "pool", "up", "needs", "wants", "cost")
+def _parts(pools: list[dict[str, Any]], kind: str, *more: str) -> Table:
+    """Lists the replicas of each group or role (`kind`) of all pools. `more` are fields for the last columns."""
+    table = _table(kind, "pool", "up", "needs", "wants", *more)
     for pool in pools:
-        for name, one in pool["groups"].items():
+        for name, one in pool[f"{kind}s"].items():
             wants = Text(f"{one['desired']:,}", "" if one["desired"] == one["up"] else "bold yellow")
-            cells = f"{one['up']:,}", f"{one['need']:.2f}", wants, f"{one['cost']:g}"
-            table.add_row(Text(printable(name)), Text(printable(pool["pool"])), *cells)
-    return table
-
-
-def _roles(pools: list[dict[str, Any]]) -> Table:
-    """Lists the prefill and decode replicas of all pools that have roles."""
-    table = _table("role", "pool", "up", "needs", "wants")
-    for pool in pools:
-        for name, one in pool["roles"].items():
-            wants = Text(f"{one['desired']:,}", "" if one["desired"] == one["up"] else "bold yellow")
-            cells = f"{one['up']:,}", f"{one['need']:.2f}", wants
-            table.add_row(Text(printable(name)), Text(printable(pool["pool"])), *cells)
+            cells = [
+                Text(printable(name)),
+                Text(printable(pool["pool"])),
+                f"{one['up']:,}",
+                f"{one['need']:.2f}",
+                wants,
+            ]
+            table.add_row(*cells, *(f"{one[field]:g}" for field in more))
     return table
 
 

@@ -15,9 +15,7 @@ from llmproxy.tools.top.picture import duration, priced
 
 
 def story(found: Mapping[str, Any]) -> RenderableType:
-    """Draws the answer of `/debug/requests?request=`. Raises AskError if the fields differ, for example in another
-    version.
-    """
+    """Draws the answer of `/debug/requests?request=`. Raises AskError if its fields differ, as in another version."""
     try:
         lines = [Text(f"request {printable(found['request'])}", "bold")]
         lines += [] if found["ended"] is None else [_asked(found["ended"])]

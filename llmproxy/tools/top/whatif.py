@@ -47,8 +47,10 @@ def weights_of(given: Sequence[str]) -> dict[str, float]:
 
 
 def whatif(seen: Document, weights: Mapping[str, float]) -> RenderableType:
-    """Returns a table of the rate of each flow, now and under `weights`. Raises AskError if there are no flows, if
-    `weights` names an unknown flow, or if the proxy does not share tokens by weight.
+    """Returns a table of the rate of each flow, now and under `weights`.
+
+    Raises AskError if there are no flows, if `weights` names an unknown flow, or if the proxy does not share tokens by
+    weight.
     """
     if seen.fairness != "fair_share":
         raise AskError(f"scheduling.fairness is {seen.fairness}, which shares no tokens by weight")
@@ -93,9 +95,7 @@ def _changes(seen: Document) -> list[str]:
 
 
 def _shares(flows: Sequence[Flow], weights: Mapping[str, float]) -> dict[str, float]:
-    """Divides the present total rate of a band's flows by weight. A flow without waiting requests gets at most its
-    present rate.
-    """
+    """Divides the total rate of a band by weight. A flow without waiting requests gets at most its present rate."""
     claims = {
         one.flow: Claim(weights.get(one.flow, one.weight), inf if one.waiting else one.tokens_per_s) for one in flows
     }
