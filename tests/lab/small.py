@@ -15,7 +15,9 @@ from llmproxy.config import Config
 from llmproxy.lab.fleet.server import SimulatedServer
 from llmproxy.lab.fleet.spec import Fault, ReplicaSpec, SimulatedFleet
 from llmproxy.lab.policies.by_name import plan_named
-from llmproxy.lab.run.replay import Setup
+from llmproxy.lab.results.record import Record
+from llmproxy.lab.run.replay import Run, Setup
+from llmproxy.lab.run.virtual_time import run
 from llmproxy.lab.simulator.engine.profiles import profile_named
 from llmproxy.lab.traces.arrival import Arrival, Trace
 from tests import ROOT
@@ -92,3 +94,10 @@ def setup(
         duration_s=max((one.at_s for one in arrivals), default=0.0),
         adapters=tuple(adapters),
     )
+
+
+def records_of(setup: Setup) -> list[Record]:
+    """Returns every request of a replay in the order of the ends."""
+    kept: list[Record] = []
+    run(Run(setup, on_record=kept.append).go())
+    return kept

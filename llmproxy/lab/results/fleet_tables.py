@@ -68,8 +68,7 @@ def _replicas(count: int) -> str:
 
 
 class Split(NamedTuple):
-    """Results of one division of a fleet into prefill and decode replicas, as means over seeds. With `prefill` 0, all
-    replicas do both.
+    """A division of a fleet into prefill and decode replicas: means over seeds. `prefill` 0: all replicas do both.
 
     `wants` is the number of prefill replicas that `/scale` recommends for this fleet size; None if unknown.
     """

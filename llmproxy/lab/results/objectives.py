@@ -33,8 +33,8 @@ def prefill_s(profile: Profile, step_tokens: int, first: int, end: int) -> float
 
 
 class Wanted(NamedTuple):
-    """Objectives that replace the objectives of every request (None: unchanged), and the share of requests, 0..1, that
-    should meet them.
+    """Objectives that replace those of every request (None: unchanged), and the share of requests that should meet
+    them.
     """
 
     ttft_s: float | None = None

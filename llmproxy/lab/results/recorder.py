@@ -125,8 +125,7 @@ class RunRecorder:
             self._tpot_foresight.add(record.predicted_tpot, record.tpot_s)
 
     def sample(self, at_s: float, load: Mapping[str, tuple[int, int]], queued: Mapping[int, int]) -> None:
-        """Adds a sample of the fleet. `load` maps replicas to (running, waiting) requests, and `queued` maps bands to
-        requests that wait in the proxies.
+        """Adds a sample of the fleet. `load`: replica -> (running, waiting). `queued`: band -> requests in the proxies.
 
         Samples come at equal intervals. If there are too many, every second one is dropped.
         """
@@ -141,8 +140,9 @@ class RunRecorder:
     def scaled(
         self, trail: list[tuple[float, int, int]], cost_s: float, turn_s: float, begin_s: float, end_s: float
     ) -> None:
-        """Sets the scaling of the fleet. `trail` has (second, wanted, serving) at each reading of the signal, and
-        `cost_s` is the replica-seconds of the whole run.
+        """Sets the scaling of the fleet.
+
+        `trail` has (second, wanted, serving) at each reading of the signal. `cost_s` is the replica-seconds of the run.
         """
         peak = max((wanted for _, wanted, _ in trail), default=0)
         turns = changes_of(trail, turn_s)

@@ -1,7 +1,6 @@
 """Quantiles of a stream in constant memory: DDSketch (Masson, Rim and Lee, VLDB 2019).
 
-The bounds of its buckets grow by a constant factor, so that all values of a bucket are equal within a known relative
-error.
+The bounds of its buckets grow by a constant factor. So all values of a bucket are equal within a known relative error.
 """
 
 from __future__ import annotations

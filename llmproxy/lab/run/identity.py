@@ -1,6 +1,4 @@
-"""Reads the band, flow, tenant, objective and limits of an arrival. A gateway reads them from keys, headers and its
-configuration.
-"""
+"""The band, flow, tenant, objective and limits of an arrival, which a gateway reads from keys and headers."""
 
 from __future__ import annotations
 

@@ -185,9 +185,7 @@ class LabCluster:
             lambda: Learned(pools.known_limits(), pools.scaling.known_capacities()), restore,
         )  # fmt: skip
         me = Hello(PROTOCOL, "", name, "0", "", "", 0)
-        return Cluster(
-            me, LOCK_S, self._lock, proxy.dispatcher, leasing, services, shared, network
-        )  # fmt: skip
+        return Cluster(me, LOCK_S, self._lock, proxy.dispatcher, leasing, services, shared, network)
 
     async def start(self) -> None:
         """Starts all members. The first member leads."""

@@ -74,15 +74,8 @@ def replay(setup: Setup, progress: Callable[[int], None] = lambda _: None) -> Ru
         gc.set_threshold(*frozen)
 
 
-def records_of(setup: Setup) -> list[Record]:
-    """Returns every request of a replay in the order of the ends. All are in memory, so the trace must be short."""
-    kept: list[Record] = []
-    run(Run(setup, on_record=kept.append).go())
-    return kept
-
-
 class Run:
-    """The run of a trace. `recorder` collects its figures, and `proxies` has its proxies after the start."""
+    """The run of a trace. `on_record` gets every complete record. `proxies` has the proxies after the start."""
 
     def __init__(
         self,
@@ -90,10 +83,6 @@ class Run:
         progress: Callable[[int], None] = lambda _: None,
         on_record: Callable[[Record], None] = lambda _: None,
     ) -> None:
-        """
-        Args:
-            on_record: Called with every complete record.
-        """
         self._setup = setup
         self._progress = progress
         self._on_record = on_record
@@ -324,9 +313,7 @@ class Run:
             self._give_up(arrival.then, record)
 
     def _give_up(self, turn: Arrival | None, failed: Record) -> None:
-        """Counts the unsent requests of a closed loop after a failed one as offered and missed. Otherwise failures
-        would improve the figures.
-        """
+        """Counts the requests that a closed loop does not send after a failure as missed, or failures would help."""
         for one in turns_of(turn):
             self._add(Record(one, failed.ended_s, failed.band, Outcome.CANCELLED, failed.ended_s))
 

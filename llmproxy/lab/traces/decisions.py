@@ -69,9 +69,7 @@ def arrivals(path: Path, lines: Lines) -> Iterator[Arrival]:
 
 @dataclass(slots=True)
 class _FirstPass:
-    """The results of the first pass over a log. No request arrived more than `late_s` before a request on an
-    earlier line.
-    """
+    """The first pass over a log. No request arrived more than `late_s` before a request on an earlier line."""
 
     count: int = 0
     first_s: float = inf

@@ -121,8 +121,7 @@ def noisy_neighbour(
     sigma: Sigma = 0.8,
     seed: int = 0,
 ) -> Iterator[Arrival]:
-    """Yields `rate` requests per second (Poisson), divided equally among `tenants`, and a burst from the tenant
-    `noisy`.
+    """Yields equal tenants with `rate` requests per second together (Poisson), and a burst of the tenant `noisy`.
 
     From `start_s` to `end_s`, `noisy` sends `factor` times as many requests, with ramps of `ramp_s`. Lengths are
     log-normal with the given means, and prompts share nothing. Raises TraceError.
@@ -264,8 +263,7 @@ def mixed_objectives(
     sigma: Sigma = 0.6,
     seed: int = 0,
 ) -> Iterator[Arrival]:
-    """Yields short prompts with a narrow latency objective (the share `tight`), and longer prompts with a wide one
-    (Poisson).
+    """Yields short prompts with a narrow objective (the share `tight`), and longer prompts with a wide one (Poisson).
 
     Lengths are log-normal, with means of 800 prompt tokens (tight) or 2,400 (lax) and 110 output tokens. The tenant is
     the kind of request.

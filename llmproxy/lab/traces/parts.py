@@ -15,15 +15,11 @@ from llmproxy.lab.traces.formats import BLOCK_TOKENS_MAX, LENGTH_TOKENS_MAX, TIM
 class Text:
     """A text that only grows, such as a dialogue, and the ids of its blocks.
 
-    A text that begins with another one shares the full blocks that the other has at that moment. All further blocks get
-    new ids from `ids`. A partial block keeps its id while it grows.
+    A text after a `beginning` shares the full blocks that the other text has at that moment. All further blocks get new
+    ids from `ids`. A partial block keeps its id while it grows. `tokens` is the length without `beginning`.
     """
 
     def __init__(self, ids: Iterator[int], block_tokens: int, tokens: int, beginning: Text | None = None) -> None:
-        """
-        Args:
-            tokens: The text's own length, after `beginning`.
-        """
         self._ids = ids
         self._block_tokens = block_tokens
         self.tokens: int = beginning.tokens if beginning else 0
@@ -83,9 +79,7 @@ def poisson_times(rng: Random, rate: float, until_s: float) -> Iterator[float]:
 
 
 def varying_times(rng: Random, rate_at: Callable[[float], float], rate_max: float, until_s: float) -> Iterator[float]:
-    """Yields the times of a Poisson process with the rate `rate_at`, at most `rate_max`, by thinning (Lewis,
-    Shedler).
-    """
+    """Yields Poisson times with a rate of `rate_at`, at most `rate_max`, by thinning (Lewis and Shedler)."""
     for at_s in poisson_times(rng, rate_max, until_s):
         if rng.random() * rate_max < rate_at(at_s):
             yield at_s

@@ -37,8 +37,8 @@ KINDS = {int: "an integer", float: "a number"}
 
 
 def generate(spec: str, seed: int = 0) -> Trace:
-    """Returns the trace of `gen:NAME,key=value,key=value`. Keys are parameters of the generator; the key `seed`
-    overrides the argument.
+    """Returns the trace of `gen:NAME,key=value,...`. Keys are parameters of the generator; a key `seed` replaces
+    `seed`.
 
     Raises TraceError, which names the nearest known name for an unknown name or key.
     """

@@ -27,8 +27,7 @@ def scaled(trace: Trace, rate_scale: float) -> Trace:
 
 
 def replicated(trace: Trace, copies: int, seed: int, shared: int = 1) -> Trace:
-    """Sends `copies` of a trace at the same time: more requests with different text. The requests of a session keep
-    their intervals.
+    """Sends `copies` of a trace at the same time, with different text.
 
     Each copy except the first is delayed by a random 0 to 60 s and has other block ids and sessions. All copies share
     tenants, adapters and the blocks with ids below `shared`. The default 1 fits Mooncake's traces, where block 0 begins

@@ -75,14 +75,10 @@ def _parts(pools: list[dict[str, Any]], kind: str, *more: str) -> Table:
     for pool in pools:
         for name, one in pool[f"{kind}s"].items():
             wants = Text(f"{one['desired']:,}", "" if one["desired"] == one["up"] else "bold yellow")
-            cells = [
-                Text(printable(name)),
-                Text(printable(pool["pool"])),
-                f"{one['up']:,}",
-                f"{one['need']:.2f}",
-                wants,
-            ]
-            table.add_row(*cells, *(f"{one[field]:g}" for field in more))
+            table.add_row(
+                Text(printable(name)), Text(printable(pool["pool"])), f"{one['up']:,}", f"{one['need']:.2f}", wants,
+                *(f"{one[field]:g}" for field in more),
+            )  # fmt: skip
     return table
 
 

@@ -11,11 +11,11 @@ from llmproxy.core.domain import Outcome, Reading
 from llmproxy.lab.fleet.fault_schedule import schedule
 from llmproxy.lab.fleet.server import SimulatedServer
 from llmproxy.lab.fleet.spec import Fault, FleetFaultKind
-from llmproxy.lab.run.replay import SETTLE_S, records_of
+from llmproxy.lab.run.replay import SETTLE_S
 from llmproxy.lab.run.virtual_time import run
 from llmproxy.lab.traces.arrival import Arrival
 from llmproxy.scheduling.dispatcher import Dispatcher
-from tests.lab.small import fleet, setup, started, traffic
+from tests.lab.small import fleet, records_of, setup, started, traffic
 
 START_S = 1.5
 Look = Callable[[SimulatedServer], float]

@@ -12,9 +12,8 @@ from llmproxy.config import PLACEMENT_PRESETS, Config
 from llmproxy.core.settings import Splitting
 from llmproxy.lab.baselines import baseline_named, baselines
 from llmproxy.lab.policies.by_name import is_own, names, own_name, plan_named
-from llmproxy.lab.run.replay import records_of
 from tests.lab.baselines.baseline_world import NAMES
-from tests.lab.small import setup, traffic
+from tests.lab.small import records_of, setup, traffic
 
 LATE = {f"late_{name}" for name in ("round_robin", "least_request", "session")}
 

@@ -9,9 +9,8 @@ from random import Random
 import pytest
 
 from llmproxy.lab.results.record import Record
-from llmproxy.lab.run.replay import records_of
 from llmproxy.lab.traces.arrival import Arrival
-from tests.lab.small import fleet, setup
+from tests.lab.small import fleet, records_of, setup
 
 BLOCK_TOKENS = 64
 SYSTEM_BLOCKS = 32

@@ -14,12 +14,11 @@ from llmproxy.lab.baselines.policy import Surroundings
 from llmproxy.lab.fleet.spec import Fault, FleetFaultKind, SimulatedFleet
 from llmproxy.lab.fleet.world import Blocks, World
 from llmproxy.lab.policies.oracle import BEGIN_WITHIN_S, Oracle
-from llmproxy.lab.run.replay import records_of
 from llmproxy.lab.simulator.engine.profiles import profile_named
 from llmproxy.lab.traces.arrival import BASE_MODEL, Arrival
 from tests.core.make import view
 from tests.dispatching import virtual
-from tests.lab.small import fleet, setup, started, traffic
+from tests.lab.small import fleet, records_of, setup, started, traffic
 
 
 class Stand:

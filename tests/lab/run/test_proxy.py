@@ -12,11 +12,11 @@ import pytest
 from llmproxy.core.domain import Grant, Outcome, Reading, Request, Usage, Verdict
 from llmproxy.lab.fleet.spec import Fault, FleetFaultKind, SimulatedFleet
 from llmproxy.lab.results.record import Record
-from llmproxy.lab.run.replay import SETTLE_S, records_of, replay
+from llmproxy.lab.run.replay import SETTLE_S, replay
 from llmproxy.lab.traces.arrival import Arrival
 from llmproxy.scheduling.dispatcher import Dispatcher
 from tests.lab.run.conftest import SchedulerCalls, given, hung
-from tests.lab.small import fleet, setup, traffic
+from tests.lab.small import fleet, records_of, setup, traffic
 
 
 @pytest.mark.slow

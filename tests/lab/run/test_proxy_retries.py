@@ -14,12 +14,12 @@ from llmproxy.core import retry
 from llmproxy.core.domain import AdmissionKind, Outcome, Request, Verdict
 from llmproxy.core.pools import Pools
 from llmproxy.lab.fleet.spec import Fault, FleetFaultKind
-from llmproxy.lab.run.replay import Run, records_of, replay
+from llmproxy.lab.run.replay import Run, replay
 from llmproxy.lab.run.virtual_time import run
 from llmproxy.lab.traces.arrival import Arrival
 from llmproxy.scheduling.lease import Lease
 from tests.lab.run.conftest import SchedulerCalls, given, hung
-from tests.lab.small import fleet, setup, traffic
+from tests.lab.small import fleet, records_of, setup, traffic
 
 # --- where it tries again ---------------------------------------------------------------------------------------------
 

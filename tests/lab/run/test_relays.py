@@ -13,10 +13,10 @@ from llmproxy.core.domain import Outcome, Placed, Request
 from llmproxy.lab.fleet.spec import ProxyCluster, SimulatedFleet
 from llmproxy.lab.results.audit import AuditedPools
 from llmproxy.lab.results.record import Record
-from llmproxy.lab.run.replay import Run, records_of
+from llmproxy.lab.run.replay import Run
 from llmproxy.lab.run.virtual_time import run
 from llmproxy.lab.traces.arrival import Arrival
-from tests.lab.small import fleet, setup
+from tests.lab.small import fleet, records_of, setup
 
 pytestmark = pytest.mark.slow
 

@@ -12,9 +12,9 @@ from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Outcome
 from llmproxy.lab.fleet.spec import Fault, FleetFaultKind, SimulatedFleet
 from llmproxy.lab.policies.by_name import names
 from llmproxy.lab.results.record import Record
-from llmproxy.lab.run.replay import records_of, replay
+from llmproxy.lab.run.replay import replay
 from llmproxy.lab.traces.arrival import Arrival
-from tests.lab.small import fleet, printed_with_hash_seeds, setup, traffic
+from tests.lab.small import fleet, printed_with_hash_seeds, records_of, setup, traffic
 
 
 @pytest.mark.slow

@@ -9,9 +9,9 @@ import pytest
 from llmproxy.core.domain import Grant, Outcome, Role, Stage
 from llmproxy.lab.fleet.spec import Fault, FleetFaultKind, SimulatedFleet
 from llmproxy.lab.results.record import Record
-from llmproxy.lab.run.replay import records_of, replay
+from llmproxy.lab.run.replay import replay
 from tests.lab.run.conftest import SchedulerCalls
-from tests.lab.small import fleet, setup, traffic
+from tests.lab.small import fleet, records_of, setup, traffic
 
 ALWAYS = "cost(disaggregation=always)"
 NEVER = "cost(disaggregation=never)"
