@@ -155,5 +155,5 @@ class SpanExport:
 
 
 def _count(ended: RequestExit) -> int:
-    """Returns the number of spans of a request: its own, two for each attempt, and one for a wait without a grant."""
+    """Returns the number of spans of a request: 1, 2 for each attempt, and 1 for a wait without a grant."""
     return 1 + 2 * len(ended.tried) + (ended.queued_s is not None)

@@ -33,9 +33,7 @@ def prefill_s(profile: Profile, step_tokens: int, first: int, end: int) -> float
 
 
 class Wanted(NamedTuple):
-    """Objectives that replace those of every request (None: unchanged), and the share of requests that should meet
-    them.
-    """
+    """Objectives that replace the objectives of all requests, if given. A `share` of the requests should meet them."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None

@@ -101,8 +101,8 @@ class History:
     def _make_room(self, row: Mapping[str, float]) -> None:
         """Adds the columns of a new row.
 
-        If there are too many, drops columns without a value in the row: `fleeting` columns first, then those with the
-        oldest last value.
+        If there are too many, drops columns without a value in the row: `fleeting` columns first, then columns without
+        a value for the longest time.
         """
         new = [name for name in row if name not in self._columns]
         lacking = len(self._columns) + len(new) - COLUMNS_MAX

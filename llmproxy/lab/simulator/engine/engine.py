@@ -397,9 +397,7 @@ class Engine:
         return True
 
     def _emit(self, plan: StepPlan) -> tuple[str, ...]:
-        """Emits this step's tokens, ends requests after their last token, and starts the decodes of finished
-        prefills.
-        """
+        """Emits this step's tokens, ends sequences after their last token, and starts decodes after prefills."""
         ready = [one for one in plan.ready if self._running.get(one.request.id) is one]
         self.counters.generation += len(self._decodes) + len(ready)
         done = self._decodes.ending(plan.now)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence, ValuesView
+from collections.abc import Callable, Sequence, ValuesView
 from dataclasses import dataclass, field
 
 
@@ -81,9 +81,6 @@ class Waiting:
         self._passed_over: set[str] = set()
         self.to_fetch = 0
         self.fetched: dict[str, LiveSequence] = {}
-
-    def __iter__(self) -> Iterator[LiveSequence]:
-        return (sequence for line in (self.fetched, *self._lines.values()) for sequence in line.values())
 
     def add(self, sequence: LiveSequence) -> None:
         self._arrivals += 1

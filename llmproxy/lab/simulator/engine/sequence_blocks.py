@@ -12,12 +12,11 @@ from llmproxy.lab.simulator.engine.sequence import EngineRequest, LiveSequence
 
 
 class SequenceBlocks:
-    """The KV blocks of all sequences, of `block_size` tokens each. With a `store`, prompt blocks are also written to it
-    and loaded from it.
+    """The KV blocks of all sequences, of `block_size` tokens each.
 
-    `kept` has the ended requests whose blocks stay until another engine has read them. `wrong` has blocks that were
-    read after another request had overwritten them, and blocks computed from these. Requests that share a wrong block
-    get a wrong answer, as in vLLM.
+    With a `store`, prompt blocks are also written to it and loaded from it. `kept` has the ended requests whose blocks
+    stay until another engine has read them. `wrong` has blocks that were read after another request had overwritten
+    them, and blocks computed from these. Requests that share a wrong block get a wrong answer, as in vLLM.
     """
 
     def __init__(self, blocks: int, block_size: int, store: KvStore | None = None) -> None:

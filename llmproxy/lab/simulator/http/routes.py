@@ -220,8 +220,9 @@ class Routes:
         return response
 
     async def _fault(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
-        """Sets a fault, a route that vLLM does not have: `{"kind": ..., "factor": 10, ...}` as `FaultSwitch.set`; kind
-        null clears it.
+        """Sets or clears a fault. vLLM has no such route.
+
+        The body is `{"kind": ..., "factor": 10, ...}` as for `FaultSwitch.set`. Without a kind, it clears the fault.
         """
         fields = parse_object(body, "application/json")
         kind = fields.get("kind")
@@ -230,11 +231,8 @@ class Routes:
         if kind is None:
             self._service.faults.clear()
         else:
-            factor, share, word = (
-                fields.get("factor") or 10.0,
-                fields.get("share") or 1.0,
-                fields.get("word") or "POISON",
-            )
+            factor, share = fields.get("factor") or 10.0, fields.get("share") or 1.0
+            word = fields.get("word") or "POISON"
             if not isinstance(factor, int | float) or factor <= 0:
                 raise ApiError(400, f"factor must be a number above 0, got {factor!r}", param="factor")
             if not isinstance(share, int | float) or not 0 < share <= 1:

@@ -140,8 +140,9 @@ class NixlConnector:
     # --- KV of others -------------------------------------------------------------------------------------------------
 
     def submit(self, job: GenerationJob) -> None:
-        """Records a job that enters the engine. From now on, heartbeats extend the leases of the blocks that it will
-        fetch.
+        """Records a job that enters the engine.
+
+        From now on, heartbeats extend the leases of the blocks that it will fetch.
         """
         for sequence in job.sequences:
             if sequence.remote:

@@ -109,20 +109,23 @@ class Pacer:
 
     def fail(self, error: ApiError, jobs: Iterable[GenerationJob] | None = None) -> None:
         """Ends these jobs with an error; None: all jobs."""
-        for job in {id(job): job for job, _ in self._jobs.values()}.values() if jobs is None else jobs:
+        for job in self._all_jobs() if jobs is None else jobs:
             job.error = error
             self.drop(job)
             job.notify()
 
     def abort(self) -> None:
         """Ends all jobs with the reason `abort`."""
-        for job in {id(job): job for job, _ in self._jobs.values()}.values():
+        for job in self._all_jobs():
             self.drop(job)
             pairs = zip(job.progress, job.reasons, strict=True)
             job.reasons = [reason if progress.finished else "abort" for progress, reason in pairs]
             for progress in job.progress:
                 progress.finished = True
             job.notify()
+
+    def _all_jobs(self) -> list[GenerationJob]:
+        return list(dict.fromkeys(job for job, _ in self._jobs.values()))
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -159,8 +162,9 @@ class Pacer:
             self.metrics.publish(gauges, counters)
 
     def _hand_out(self, emitted: Sequence[str], finished: Sequence[str], now_s: float) -> int:
-        """Delivers all emitted tokens to their jobs without yielding to the event loop. Returns how many are
-        first tokens.
+        """Delivers all emitted tokens to their jobs, and returns how many are first tokens.
+
+        It does not yield to the event loop.
         """
         firsts = 0
         for request_id in emitted:

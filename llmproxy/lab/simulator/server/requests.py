@@ -155,9 +155,7 @@ def items(given: str | list[Any]) -> list[Any]:
 
 
 def messages_request(body: Body, limits: Limits, counting: bool = False) -> GenerationRequest:
-    """Validates a body of `/v1/messages`, or with `counting` of its route `/count_tokens`, which needs no
-    `max_tokens`.
-    """
+    """Validates a body of `/v1/messages`, or when `counting`, of `/count_tokens`, which needs no `max_tokens`."""
     messages = _messages(body)
     if not counting and body.get("max_tokens") is None:
         raise invalid("missing", "body.max_tokens", "Field required", _shown(body))

@@ -32,8 +32,7 @@ _STORED_RESPONSES_MAX = 256
 
 @dataclass(frozen=True, slots=True)
 class ReplicaOptions:
-    """Options of a replica. An option that vLLM has as a flag has the name of the flag; the help of `llmproxy replica`
-    explains the others.
+    """Options of a replica, named as vLLM's flags. The help of `llmproxy replica` explains the others.
 
     - `kv_tokens`: None means the size in the profile.
     - `max_model_len`: None means 32768 or the size of the KV cache, whichever is less.

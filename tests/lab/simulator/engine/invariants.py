@@ -11,7 +11,9 @@ from llmproxy.lab.simulator.engine.kv_cache import KvCache
 
 def check_engine(engine: Engine) -> None:
     """Raise AssertionError unless all state agrees with a recount."""
-    live, running, waiting = engine._live.values(), engine._running.values(), list(engine._waiting)
+    live, running = engine._live.values(), engine._running.values()
+    lines = engine._waiting.fetched, *engine._waiting._lines.values()
+    waiting = [sequence for line in lines for sequence in line.values()]
     beside = [*engine._abandoned.values(), *engine.kv.kept.values()]
     check_cache(engine._cache, [(one.blocks, one.request.hashes, one.stored) for one in [*live, *beside]])
     for line in engine._waiting._lines.values():
