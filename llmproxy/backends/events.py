@@ -124,8 +124,7 @@ class BackendLog(BackendObserver):
         self._serves: dict[str, tuple[str, ...]] = {}
         self._unread: set[str] = set()
         self._unpolled: set[str] = set()
-        self.all_polled = asyncio.Event()
-        """Set when every backend of `expect` has answered a poll or failed one."""
+        self.all_polled = asyncio.Event()  # Set when every backend of `expect` has answered a poll or failed one.
 
     def expect(self, backends: Iterable[str]) -> None:
         """Adds initial backends, which `all_polled` waits for."""

@@ -12,8 +12,7 @@ from llmproxy.core.backends.catalogue import NAME_CHARS_MAX
 from llmproxy.core.domain import Listing, ModelCard
 
 CARDS_MAX = 10_000
-CARD_BYTES_MAX = 32 << 10
-"""Maximum bytes of one model card. A card of vLLM has 0.5 KB."""
+CARD_BYTES_MAX = 32 << 10  # Maximum bytes of one model card. A card of vLLM has 0.5 KB.
 COMMAS_MAX = 1 << 18
 """Maximum number of commas in an answer: each may add a value, which costs a Python object. A card of vLLM has 23."""
 

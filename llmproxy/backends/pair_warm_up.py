@@ -24,12 +24,10 @@ from llmproxy.upstream.own_requests import post
 from llmproxy.upstream.port import ConnectFailed, Upstream, UpstreamBroken
 
 PATH = "/v1/completions"
-PROMPT_TOKENS = 256
-"""Longer than a KV cache block of any engine, because some engines transfer only whole blocks."""
+PROMPT_TOKENS = 256  # Longer than a KV cache block of any engine, because some engines transfer only whole blocks.
 TOKENS_KNOWN = 1_000
 """Every vocabulary has this many tokens. Each warm-up prompt repeats another token, so that no prefix cache has it."""
-FIRST_TOKENS = 8
-"""Length of the first prompt: less than a block, so that no part of the full prompt gets cached."""
+FIRST_TOKENS = 8  # Length of the first prompt: less than a block, so that no part of the full prompt gets cached.
 LIMIT_S = 30.0
 ANSWER_BYTES_MAX = 64 << 10
 

@@ -33,8 +33,7 @@ from llmproxy.lifecycle.background import supervised
 from llmproxy.lifecycle.descriptors import errno_reason
 from llmproxy.upstream.port import ConnectFailed, InvalidResponse, Upstream, UpstreamBroken, read_response_body
 
-BODY_BYTES_MAX = 4 << 20
-"""Maximum bytes read of an answer. A page of vLLM has 0.1 MB, a list of 8,000 adapters 4 MB."""
+BODY_BYTES_MAX = 4 << 20  # Maximum bytes read of an answer. A page of vLLM has 0.1 MB, a list of 8,000 adapters 4 MB.
 
 FAST_BYTES_MAX = 32 << 10
 """A filtered page that is larger than this costs the engine too much: it is scraped as rarely as the full page."""
@@ -45,11 +44,9 @@ REPROBE_INTERVAL_S = 10.0
 
 LIMIT_ASKS_MAX = 3
 """Maximum number of tries to read an engine's configuration: vLLM inspects its machine before the first answer."""
-LIMIT_PAUSE_S = 10.0
-"""The pause between two of these tries, also if a backend restarts again and again."""
+LIMIT_PAUSE_S = 10.0  # The pause between two of these tries, also if a backend restarts again and again.
 
-GZIP_OR_ZLIB = 32
-"""Added to the window size of zlib, which then recognizes either header."""
+GZIP_OR_ZLIB = 32  # Added to the window size of zlib, which then recognizes either header.
 
 NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG")
 """OpenSSL's reasons for an answer that is no TLS."""

@@ -11,12 +11,9 @@ import structlog
 
 from llmproxy.config import BackendConfig
 
-BACKENDS_MAX = 1_024
-"""Maximum number of backends of one source."""
-SHOWN_CHARS = 60
-"""Maximum number of characters of a wrong value that a message repeats."""
-_HOST_NAME = re.compile(r"[A-Za-z0-9_]([-A-Za-z0-9_.]*[A-Za-z0-9_])?")
-"""A name or an IPv4 address."""
+BACKENDS_MAX = 1_024  # Maximum number of backends of one source.
+SHOWN_CHARS = 60  # Maximum number of characters of a wrong value that a message repeats.
+_HOST_NAME = re.compile(r"[A-Za-z0-9_]([-A-Za-z0-9_.]*[A-Za-z0-9_])?")  # A name or an IPv4 address.
 _SCOPED = re.compile(r"[0-9A-Fa-f:.]+(%[-A-Za-z0-9_.]+)?")
 
 _log = structlog.get_logger()

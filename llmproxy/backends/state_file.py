@@ -22,17 +22,13 @@ from llmproxy.core.domain import KnownCapacity, KnownLimit
 
 AUTO, NONE = "auto", "none"
 FORMAT = "llmproxy-state/1"
-OLD_NAME = "state.json"
-"""The file that all proxies of a user shared in earlier versions."""
+OLD_NAME = "state.json"  # The file that all proxies of a user shared in earlier versions.
 AGE_MAX_S = 7 * 86_400.0
 """A backend that was not seen for this time is dropped: engines are restarted with other options."""
-ENTRIES_MAX = 4_096
-"""Maximum number of backends in the file; the backends that were seen last stay."""
+ENTRIES_MAX = 4_096  # Maximum number of backends in the file; the backends that were seen last stay.
 FILE_BYTES_MAX = 4 << 20
-LOOK_S = 5.0
-"""How often limits are compared with the written limits."""
-REFRESH_S = 3_600.0
-"""How often entries are written without a change, so that they do not expire."""
+LOOK_S = 5.0  # How often limits are compared with the written limits.
+REFRESH_S = 3_600.0  # How often entries are written without a change, so that they do not expire.
 POOLS_MAX = 256
 POOLS_EVERY_S = 60.0
 """Minimum time between two writes of new capacities without new limits. Every answer changes a capacity."""

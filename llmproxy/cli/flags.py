@@ -13,8 +13,7 @@ from llmproxy.lifecycle.handover import DRAINED
 from llmproxy.lifecycle.sockets import PREDECESSOR
 
 PREFIX = "LLMPROXY_"
-CONFIG_VARIABLE = f"{PREFIX}CONFIG"
-"""Path of the configuration file, like --config."""
+CONFIG_VARIABLE = f"{PREFIX}CONFIG"  # Path of the configuration file, like --config.
 ADMIN_KEY_VARIABLE = f"{PREFIX}ADMIN_KEY_PLAIN"
 """The admin key in plain text, for commands that query a proxy. LLMPROXY_ADMIN_KEY is its hash, for `serve`."""
 OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, ADMIN_KEY_VARIABLE, DRAINED, PREDECESSOR})

@@ -26,8 +26,7 @@ class PanelHelp(TyperCommand):
     Typer's own panels cut long option names at 80 columns.
     """
 
-    common_panels: tuple[str, ...] = ()
-    """Panels of the short help, in order. Empty: all panels."""
+    common_panels: tuple[str, ...] = ()  # Panels of the short help, in order. Empty: all panels.
 
     def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - the library's signature
         _print_help(self, ctx, () if ctx.meta.get(HELP_ALL) else self.common_panels)

@@ -16,8 +16,7 @@ from llmproxy.config import keys
 from llmproxy.config.reference import as_text, kind, meaning
 
 Command = Callable[..., None]
-Options = Mapping[str, tuple[Any, Any]]
-"""Parameter -> (annotated type, default)."""
+Options = Mapping[str, tuple[Any, Any]]  # Parameter -> (annotated type, default).
 
 REQUIRED = inspect.Parameter.empty
 

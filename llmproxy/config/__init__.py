@@ -14,8 +14,7 @@ from llmproxy.config.value_types import AUTO_SALT, DNS, SRV, TRUST_WORDS, Networ
 from llmproxy.config.watched import WatchedFile
 from llmproxy.core.placement.policy import presets
 
-PLACEMENT_PRESETS = presets.names()
-"""Placements that need no plugin."""
+PLACEMENT_PRESETS = presets.names()  # Placements that need no plugin.
 
 __all__ = [
     "AUTO_SALT",

@@ -44,8 +44,7 @@ def advice(key: str, instead: str) -> str:
 
 FILE_BYTES_MAX = 4 << 20
 
-Place = tuple[str | int, ...]
-"""The path from the top of a file to a value: keys, and indexes of list items."""
+Place = tuple[str | int, ...]  # The path from the top of a file to a value: keys, and indexes of list items.
 OLD_PLACES: dict[Place, tuple[str, ...]] = {
     tuple(old.split(".")): tuple(new.split(".")) for old, new in OLD_KEYS.items()
 }

@@ -20,8 +20,7 @@ from llmproxy.core.domain import Role
 if TYPE_CHECKING:
     from llmproxy.config.config import Config
 
-WEIGHTLESS = frozenset({"fcfs", "round_robin"})
-"""Fairness policies that ignore weights."""
+WEIGHTLESS = frozenset({"fcfs", "round_robin"})  # Fairness policies that ignore weights.
 NO_OBJECTIVE = "no model, tenant or objective has ttft_s or tpot_s; only trusted headers could bring objectives"
 
 

@@ -21,8 +21,7 @@ from llmproxy.config.keys import keys, leaves, sections_in, walk
 from llmproxy.config.schema.backends import BackendConfig, BackendsFile
 from llmproxy.config.schema.section import Section, may_be_null
 
-NULLS = frozenset({"null", "none"})
-"""Texts for null in flags and variables of keys that may be null; case is ignored."""
+NULLS = frozenset({"null", "none"})  # Texts for null in flags and variables of keys that may be null; case is ignored.
 
 S = TypeVar("S", bound=Section)
 

@@ -6,8 +6,7 @@ import re
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-KUBERNETES = "kubernetes+"
-"""Prefix of a URL that names pods."""
+KUBERNETES = "kubernetes+"  # Prefix of a URL that names pods.
 SERVICE, PODS, INFERENCE_POOL = "service", "pods", "inferencepool"
 NAMES = {
     **dict.fromkeys(("service", "services", "svc"), SERVICE),

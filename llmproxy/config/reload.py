@@ -13,11 +13,9 @@ from llmproxy.config import Config, ConfigError, WatchedFile
 from llmproxy.config.changes import Change, changes_between, origins_in_force, read_at_start, with_reloadable
 from llmproxy.config.entries import Entries, EntryProblem, with_entries
 
-LOOK_S = 0.25
-"""Time between two checks of the file. A change is applied when two checks in a row see the same."""
+LOOK_S = 0.25  # Time between two checks of the file. A change is applied when two checks in a row see the same.
 
-CLUSTER = "cluster"
-"""The cause, in log lines, of changes by objects of a cluster."""
+CLUSTER = "cluster"  # The cause, in log lines, of changes by objects of a cluster.
 
 T = TypeVar("T")
 _log = structlog.get_logger()

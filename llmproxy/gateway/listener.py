@@ -32,8 +32,7 @@ class Listener:
     runner: web.ServerRunner
     acceptor: Acceptor
     url: str
-    socket_activated: bool
-    """Whether the service manager keeps the sockets open too, for the next process."""
+    socket_activated: bool  # Whether the service manager keeps the sockets open too, for the next process.
 
     async def close(self) -> None:
         """Accept no more connections. Open connections stay."""

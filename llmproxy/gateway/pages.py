@@ -28,10 +28,8 @@ from llmproxy.observe.metrics import CONTENT_TYPE, Metrics
 
 READY_RETRY_S = 1.0
 READY = "/ready"
-PROBES = frozenset({"/health", READY, "/version"})
-"""Paths that both ports serve."""
-ANTHROPIC = "anthropic-version"
-"""The header field that every client of Anthropic's API sends."""
+PROBES = frozenset({"/health", READY, "/version"})  # Paths that both ports serve.
+ANTHROPIC = "anthropic-version"  # The header field that every client of Anthropic's API sends.
 ADDED: dict[str, tuple[str, Callable[[web.BaseRequest], web.Response]]] = {}
 """Further administrative paths: path -> method and handler. A program that embeds the proxy adds them."""
 OWN = PROBES | {ROOT, PING, MODELS, USAGE}

@@ -22,8 +22,7 @@ from llmproxy.observe.exit_fields import decision_fields
 from llmproxy.observe.writer import LineWriter
 
 VERSION = 1
-LINES_MAX = 8_192
-"""The most lines that wait for the disk; further lines are dropped and counted."""
+LINES_MAX = 8_192  # The most lines that wait for the disk; further lines are dropped and counted.
 
 _log = structlog.get_logger()
 

@@ -13,8 +13,7 @@ from llmproxy.scheduling.attempts import Routing
 
 UNKNOWN_MODEL = "unknown"
 """Replaces a model name that is not in the catalogue: names that clients invent never become labels."""
-ATTEMPTS_MAX = 16
-"""The most attempts in a finished record; the latest ones are kept."""
+ATTEMPTS_MAX = 16  # The most attempts in a finished record; the latest ones are kept.
 
 NEVER_GRANTED = Attempt()
 

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from llmproxy.observe.exit import ExitSink, RequestExit
 from llmproxy.observe.logs import log_internal
 
-BATCH_S = 0.01
-"""How long records are collected. A process that is killed loses the records of this time."""
+BATCH_S = 0.01  # How long records are collected. A process that is killed loses the records of this time.
 
 
 class ExitBatch:

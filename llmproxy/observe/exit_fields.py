@@ -86,8 +86,7 @@ def _comparisons(time: str, predicted: str, observed: str = "True") -> tuple[Fee
 
 NUMBER = Shape("value")
 TEXT = Shape("shown(value)")
-NAME = Shape("names[value]")
-"""A text that many requests share; its printable form is cached."""
+NAME = Shape("names[value]")  # A text that many requests share; its printable form is cached.
 AGENT = Shape("agents[value]")
 SECONDS = Shape("round(value, 4)", lambda value: round(value, 4), _microseconds)
 INSTANT = SECONDS._replace()

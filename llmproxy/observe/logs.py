@@ -36,8 +36,7 @@ FORMATS = ("text", "json")
 EXIT_EVENT = "request"
 BYTES_MAX = 4 << 20
 """Maximum size of the lines that wait for the reader of standard error. Further lines are dropped and counted."""
-EXIT_S = 1.0
-"""How long the process waits for the reader at its end."""
+EXIT_S = 1.0  # How long the process waits for the reader at its end.
 
 _COLOURS = {"debug": "\x1b[2m", "info": "\x1b[32m", "warning": "\x1b[33m", "error": "\x1b[31m", "critical": "\x1b[31m"}
 _RESET = "\x1b[0m"

@@ -23,12 +23,9 @@ if TYPE_CHECKING:
 
 BATCH_SPANS = 32
 """Maximum spans in a message: encoding more at once would block the event loop, which shares the interpreter lock."""
-REQUESTS_MAX = 2_048
-"""Maximum requests that wait for the thread. Spans of further requests are dropped and counted."""
-LINGER_S = 0.5
-"""How long a batch that is not full waits for the next request."""
-CLOSE_S = 5.0
-"""How long closing may wait for the receiver."""
+REQUESTS_MAX = 2_048  # Maximum requests that wait for the thread. Spans of further requests are dropped and counted.
+LINGER_S = 0.5  # How long a batch that is not full waits for the next request.
+CLOSE_S = 5.0  # How long closing may wait for the receiver.
 _EXPORTERS = {"http/protobuf": "http", "grpc": "grpc"}
 _LIBRARY = "opentelemetry.exporter.otlp"
 

@@ -16,8 +16,7 @@ from llmproxy.config import Config, ConfigError
 TRACE_FIELDS = frozenset({"traceparent"})
 BEGUN_FIELDS = TRACE_FIELDS | {"tracestate"}
 """Client headers that backends do not get if the trace begins here. `tracestate` belongs to the client's trace."""
-RATIO = 0.1
-"""Default share of sampled traces, if the trace begins here."""
+RATIO = 0.1  # Default share of sampled traces, if the trace begins here.
 SAMPLERS: Mapping[str, tuple[bool, float | None]] = {
     "always_on": (False, 1.0),
     "always_off": (False, 0.0),

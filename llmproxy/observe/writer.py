@@ -9,12 +9,10 @@ from select import PIPE_BUF, POLLOUT, poll
 from threading import Event, RLock, Thread
 from typing import Generic, TypeVar
 
-WRITE_BYTES = PIPE_BUF
-"""Maximum bytes of a write of whole lines: the kernel does not mix such writes to a shared pipe."""
+WRITE_BYTES = PIPE_BUF  # Maximum bytes of a write of whole lines: the kernel does not mix such writes to a shared pipe.
 LINGER_S = 0.02
 """How long the thread gathers lines between two writes. The first line after a pause is written at once."""
-CLOSE_S = 5.0
-"""How long closing may wait for the disk."""
+CLOSE_S = 5.0  # How long closing may wait for the disk.
 
 Line = TypeVar("Line")
 

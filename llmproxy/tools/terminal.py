@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from rich.console import Console
 
 PLAIN_WIDTH = 80
-NAME_MAX = 256
-"""Most characters of a name that are shown."""
+NAME_MAX = 256  # Most characters of a name that are shown.
 SEQUENCE = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|O[@-~])")
 """Sequences of arrows and function keys. They are ignored; else their first character would count as Escape."""
 

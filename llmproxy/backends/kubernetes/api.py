@@ -14,8 +14,7 @@ import aiohttp
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where a pod finds the token, the CA and the namespace of its service account."""
 ANSWER_S = 30.0
-SILENCE_S = 330.0
-"""A watch without data for this time is broken: bookmarks come about once a minute."""
+SILENCE_S = 330.0  # A watch without data for this time is broken: bookmarks come about once a minute.
 BUFFER_BYTES = 4 << 20
 """Size of the read buffer. It must have room for a line of a watch: a slice of 1,000 endpoints has 286 kB."""
 

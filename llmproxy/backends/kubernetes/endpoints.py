@@ -24,8 +24,7 @@ ROLES = {
     "prefill-decode": Role.BOTH,
     "encode-prefill-decode": Role.BOTH,
 }
-ENCODERS = "encode"
-"""The role of encode-only workers, which answer no requests of clients."""
+ENCODERS = "encode"  # The role of encode-only workers, which answer no requests of clients.
 ACTIVE_PORTS = ("llm-d.ai/active-ports", "inference.networking.k8s.io/active-ports")
 _PORT = re.compile("[0-9]{1,5}")
 ENDED = ("Succeeded", "Failed")

@@ -22,11 +22,9 @@ RESOURCES = {OBJECTIVE: "inferenceobjectives", REWRITE: "inferencemodelrewrites"
 GROUPS = ("llm-d.ai", "inference.networking.x-k8s.io")
 """The groups to watch. If an object is in both groups, the first group counts."""
 PATH = "/apis/{}/v1alpha2/namespaces/{}/{}"
-NEVER = (401, 403, 404)
-"""After these HTTP statuses, the objects of a collection are not awaited any more."""
+NEVER = (401, 403, 404)  # After these HTTP statuses, the objects of a collection are not awaited any more.
 
-Pools = frozenset[tuple[str | None, str]]
-"""InferencePools as (namespace, name); None is the namespace of the proxy."""
+Pools = frozenset[tuple[str | None, str]]  # InferencePools as (namespace, name); None is the namespace of the proxy.
 _log = structlog.get_logger()
 
 

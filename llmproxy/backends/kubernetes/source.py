@@ -21,8 +21,7 @@ from llmproxy.config import BackendConfig
 from llmproxy.config.pods_url import PODS, SERVICE, PodsUrl
 from llmproxy.lifecycle.background import supervised
 
-GATHER_S = 0.05
-"""Changes are gathered for this time, because a rollout brings many at once."""
+GATHER_S = 0.05  # Changes are gathered for this time, because a rollout brings many at once.
 SLICES = "/apis/discovery.k8s.io/v1/namespaces/{}/endpointslices"
 POOLS = "/apis/inference.networking.k8s.io/v1/namespaces/{}/inferencepools"
 PODS_PATH = "/api/v1/namespaces/{}/pods"

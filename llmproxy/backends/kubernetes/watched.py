@@ -19,8 +19,7 @@ from llmproxy.backends.kubernetes.api import ANSWER_S, SILENCE_S, ApiError, Kube
 from llmproxy.backends.kubernetes.objects import Metadata
 from llmproxy.backends.source import RefusedLog
 
-WATCH_S = 290
-"""The server ends each watch after this time."""
+WATCH_S = 290  # The server ends each watch after this time.
 PAUSE_MIN_S, PAUSE_MAX_S = 0.2, 30.0
 LIST_BYTES_MAX = 256 << 20
 EVENT_BYTES_MAX = 8 << 20

@@ -18,8 +18,7 @@ from llmproxy.gateway.proxying.rules import Rulebook
 from llmproxy.gateway.request.body import read_body
 from llmproxy.scheduling.dispatcher import Dispatcher
 
-BODY_BYTES_MAX = 16 << 10
-"""The maximum size of a request body, enough for the name and path of an adapter."""
+BODY_BYTES_MAX = 16 << 10  # The maximum size of a request body, enough for the name and path of an adapter.
 PATH_CHARS_MAX = 4_096
 DRAIN_RETRY_S = 1.0
 

@@ -29,17 +29,14 @@ from llmproxy.gateway.http.routes import METRICS, Dialect
 from llmproxy.gateway.request.auth import key_digest, presented_digest
 from llmproxy.scheduling.dispatcher import Dispatcher
 
-UI = "/ui"
-"""The page in a browser; its files are below it."""
+UI = "/ui"  # The page in a browser; its files are below it.
 QUEUE = "/debug/queue"
 ADAPTERS = "/debug/adapters"
 EXPLAIN = "/debug/explain"
-CHOICES = 10
-"""The number of choices shown for each pool by default."""
+CHOICES = 10  # The number of choices shown for each pool by default.
 CHOICES_MAX = 100
 PAGES_PER_S = 5.0
-BURST = 10.0
-"""The number of pages that may be requested at once after a pause: building a page blocks the event loop."""
+BURST = 10.0  # The number of pages that may be requested at once after a pause: building a page blocks the event loop.
 
 LOOPBACK = InNetworks(TRUST_WORDS["loopback"])
 UNSTORED = {"Cache-Control": "no-store"}

@@ -14,8 +14,7 @@ from llmproxy.core.snapshot import PoolChoices
 PRICES_MAX = 500
 """The maximum number of prices on a page. A choice has a price for each candidate. Writing a price takes 15 µs."""
 UNPRICED = "This placement has no prices; the terms of its choices are in the log."
-ALIKE = 0.05
-"""A pace that differs from the pool's by less than this share is shown as equal."""
+ALIKE = 0.05  # A pace that differs from the pool's by less than this share is shown as equal.
 
 
 def choice_pages(pools: Iterable[PoolChoices], now: float, limit: int, wanted: str | None) -> list[dict[str, Any]]:

@@ -50,14 +50,12 @@ PLAIN = "/debug/plain"
 SPAN_MAX_S = TENS * TEN_S
 SPAN_S = 900
 PAGES_PER_S = 20.0
-BURST = 40.0
-"""The number of pages that all clients together may request at once after a pause."""
+BURST = 40.0  # The number of pages that all clients together may request at once after a pause.
 REQUESTS_SHOWN = 100
 REQUESTS_SEARCHED = 1_000
 """The number of remembered requests that a filter searches. Searching all of them takes too long."""
 PREFIXES_MAX = 50
-CHOICES_MAX = 20
-"""The number of choices of a backend that are shown for one request, the newest first."""
+CHOICES_MAX = 20  # The number of choices of a backend that are shown for one request, the newest first.
 SETTINGS_MAX = 5_000
 FILTERS: dict[str, Callable[[RequestExit], Iterable[str | None]]] = {
     "outcome": lambda ended: (ended.outcome.value,),

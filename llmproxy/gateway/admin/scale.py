@@ -20,8 +20,7 @@ from llmproxy.core.snapshot import BackendStatus
 from llmproxy.gateway.admin.debug import page_response, refusal
 
 SCALE = "/scale"
-CACHE_S = 1.0
-"""The numbers are computed at most once in this time, however many clients ask."""
+CACHE_S = 1.0  # The numbers are computed at most once in this time, however many clients ask.
 STATES = ("up", "starting", "ejected", "down", "drained", "leaving")
 
 

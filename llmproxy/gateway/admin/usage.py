@@ -15,8 +15,7 @@ from llmproxy.gateway.admin.debug import page_response
 from llmproxy.gateway.request.auth import Tenant
 from llmproxy.observe.usage import Line, Usage, Used, total
 
-PARTS_MAX = 1_000
-"""The most models of an answer; further ones are counted in the sums only."""
+PARTS_MAX = 1_000  # The most models of an answer; further ones are counted in the sums only.
 
 
 class UsagePage:

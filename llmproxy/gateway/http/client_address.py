@@ -25,10 +25,8 @@ FORWARDING = re.compile(
 """Finds the name of a field that proxies add to forwarded requests, in a text with one field name per line."""
 NAMES_CHARS_MAX = 2048
 """The results for lists of field names up to this length are cached. Most clients always send the same names."""
-HOPS_MAX = 32
-"""Entries of `X-Forwarded-For` that are read."""
-ADDRESSES_MAX = 10_000
-"""The number of addresses whose trust is cached."""
+HOPS_MAX = 32  # Entries of `X-Forwarded-For` that are read.
+ADDRESSES_MAX = 10_000  # The number of addresses whose trust is cached.
 
 
 class Client(NamedTuple):

@@ -61,8 +61,7 @@ class SentResponse(web.StreamResponse):
     """An answer that was sent without the server library. The library gets this object and has nothing left to send."""
 
     prepared = True
-    keep_alive: bool | None = True
-    """Whether the connection may serve another request."""
+    keep_alive: bool | None = True  # Whether the connection may serve another request.
 
     def force_close(self) -> None:
         self.keep_alive = False

@@ -35,14 +35,12 @@ from llmproxy.lifecycle.paced import PacedCalls
 LINGER_S = 10.0
 """How long the rest of a refused body is read, so that a client can read the answer while it still sends."""
 
-WRONG_PROTOCOL_CLOSE_S = 1.0
-"""How long a client that speaks another protocol gets to close the connection."""
+WRONG_PROTOCOL_CLOSE_S = 1.0  # How long a client that speaks another protocol gets to close the connection.
 
 HTTP2_IN_PIECES = "Pause on PRI/Upgrade"
 """The beginning of the parser's message about an HTTP/2 preface in several pieces. The client's bytes follow it."""
 
-LAST_CHUNK = b"\r\n0\r\n\r\n"
-"""The last chunk without extension or trailer, with the line end of the chunk before it."""
+LAST_CHUNK = b"\r\n0\r\n\r\n"  # The last chunk without extension or trailer, with the line end of the chunk before it.
 
 
 class ConnectionHandler(Protocol):

@@ -19,8 +19,7 @@ from llmproxy.gateway.http.headers import Headers
 METHODS = "GET, HEAD, POST"
 EXPOSED = "retry-after, x-request-id, x-llmproxy-attempts, x-llmproxy-backend, x-llmproxy-queue-ms"
 """Fields of answers that pages may read, in addition to the few that browsers always show."""
-MAX_AGE_S = 600
-"""How long a browser may remember the answer to a preflight."""
+MAX_AGE_S = 600  # How long a browser may remember the answer to a preflight.
 
 _NAMES = re.compile(r"[\w!#$%&'*+.^`|~-]+(?:[ \t]*,[ \t]*[\w!#$%&'*+.^`|~-]+)*+", re.ASCII)
 

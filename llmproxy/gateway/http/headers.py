@@ -25,8 +25,7 @@ CREDENTIALS = frozenset({"authorization", "x-api-key", "cookie"})
 _NOTHING: frozenset[str] = frozenset()
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 _REPLACED_UPSTREAM = frozenset({"host", "content-length", "expect", "x-request-id", "accept-encoding"})
-SERVER = ("Server", "llmproxy")
-"""The name of this server (RFC 9110, section 10.2.4). A version would help attackers."""
+SERVER = ("Server", "llmproxy")  # The name of this server (RFC 9110, section 10.2.4). A version would help attackers.
 _OURS_DOWNSTREAM = frozenset(
     {"server", "x-request-id", "x-llmproxy-backend", "x-llmproxy-queue-ms", "x-llmproxy-attempts"}
 )

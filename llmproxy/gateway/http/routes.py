@@ -105,8 +105,7 @@ UNLOAD_ADAPTER = "/v1/unload_lora_adapter"
 
 METRICS = "/metrics"
 MODELS = "/v1/models"
-USAGE = "/v1/usage"
-"""The use and the limits of the client's own tenant."""
+USAGE = "/v1/usage"  # The use and the limits of the client's own tenant.
 ROOT = "/"
 PING = "/ping"
 

@@ -21,8 +21,7 @@ SINGLE = ("authorization", "x-api-key", "x-request-id", "content-encoding", "exp
 LOOKALIKES = ("transfer_encoding", "content_length")
 """Servers that turn `-` into `_` confuse these with the fields that frame the body."""
 
-VERSIONS = (HttpVersion11, HttpVersion10)
-"""The accepted versions of HTTP."""
+VERSIONS = (HttpVersion11, HttpVersion10)  # The accepted versions of HTTP.
 
 _HOST = re.compile(r"([\w.~!$&'()*+,;=%-]*|\[[0-9a-fA-F:.]+\])(:\d{0,5})?", re.ASCII)
 

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 else:
     from uvloop.loop import SSLProtocol
 
-CHECK_S = 1.0
-"""The interval of checking the files by a stat. A change takes effect at the second check that sees it."""
+CHECK_S = 1.0  # The interval of checking the files by a stat. A change takes effect at the second check that sees it.
 PLAIN_HTTP = ("HTTP_REQUEST", "HTTPS_PROXY_REQUEST")
 """OpenSSL's names for its errors when a client begins with plain HTTP."""
 

@@ -28,11 +28,9 @@ from llmproxy.gateway.request.prefix_hash import BLOCKS_MAX, PROMPT_MEMBERS, Cha
 
 ANSWER_BYTES_MAX = 1 << 20
 """The maximum size of one answer: 5,000 tokens of a chat stream, which take 10 ms to parse, in turns of 2 ms."""
-CAPTURED_BYTES_MAX = 64 << 20
-"""The maximum size of all captured answers together. Further answers are not indexed."""
+CAPTURED_BYTES_MAX = 64 << 20  # The maximum size of all captured answers together. Further answers are not indexed.
 
-EVENTS_BYTES = 4096
-"""Events of a stream are parsed together in groups of about this size."""
+EVENTS_BYTES = 4096  # Events of a stream are parsed together in groups of about this size.
 
 _RESPONSE_ENDS = frozenset({"response.completed", "response.incomplete"})
 

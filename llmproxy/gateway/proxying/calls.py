@@ -25,8 +25,7 @@ UNKNOWN_SHAPES = frozenset({BodyKind.OTHER, BodyKind.FORM})
 
 REFUSED_S = 3600.0
 """How long after a refusal the proxy does not ask the backend for usage again. An upgrade may change the answer."""
-BACKENDS_MAX = 10_000
-"""The number of backends whose refusal is remembered."""
+BACKENDS_MAX = 10_000  # The number of backends whose refusal is remembered.
 
 _log = structlog.get_logger()
 

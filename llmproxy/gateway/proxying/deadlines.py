@@ -14,8 +14,7 @@ from llmproxy.config import TimeoutsConfig
 from llmproxy.core.retry import Cause
 from llmproxy.lifecycle.paced import PacedCalls
 
-SWEEP_S = 0.1
-"""The time between two sweeps. An attempt ends less than this time after its limit."""
+SWEEP_S = 0.1  # The time between two sweeps. An attempt ends less than this time after its limit.
 
 
 class Deadlines:

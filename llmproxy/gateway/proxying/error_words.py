@@ -23,10 +23,8 @@ _DEAD = re.compile(
 _DRAINING = b"cannot schedule new futures"
 """Text in the answer with status 500 from a vLLM that is shutting down, although its /health is still 200."""
 ABORT = b'"abort"'
-ABORTED = re.compile(rb'"finish_reason"\s*:\s*"abort"')
-"""The end of all answers of a vLLM that shuts down."""
-END_MARK = b"[DONE]"
-"""The end of a stream. Without a `finish_reason` before it, vLLM shuts down."""
+ABORTED = re.compile(rb'"finish_reason"\s*:\s*"abort"')  # The end of all answers of a vLLM that shuts down.
+END_MARK = b"[DONE]"  # The end of a stream. Without a `finish_reason` before it, vLLM shuts down.
 _NO_MODEL = re.compile(r"model.{0,300}?(?:does not exist|not found|is not (?:available|loaded|served))", re.I | re.S)
 _NOT_LETTERS = re.compile(r"[^a-z]+")
 # Only letters are compared, so that `BadRequestError`, `Bad Request` and `bad_request_error` are one word.

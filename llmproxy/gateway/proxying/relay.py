@@ -50,11 +50,9 @@ from llmproxy.upstream.port import ConnectFailed, Exchange, LocalFailure, Upstre
 HELD_BYTES_MAX = 64 << 10
 """How many bytes of an answer without a stream are held back. Until they are sent, another backend can repeat it."""
 
-GOODBYE_S = 5.0
-"""How long a client may take to read the error event that ends its broken stream."""
+GOODBYE_S = 5.0  # How long a client may take to read the error event that ends its broken stream.
 
-LINGER_S = 0.05
-"""How long the connection stays open after the error event of a broken stream."""
+LINGER_S = 0.05  # How long the connection stays open after the error event of a broken stream.
 
 ANSWER_BYTES_PER_TOKEN = 4
 """How many bytes of a JSON answer count as one token if the answer reports no usage at its end."""

@@ -17,8 +17,7 @@ from llmproxy.upstream.port import Exchange, UpstreamBroken
 
 BUFFERED_BYTES_MAX = 1 << 20
 """The maximum size of an error answer or of the first event of a stream, which are buffered before they are sent."""
-TAIL_BYTES = 64 << 10
-"""How much of the end of a non-streaming answer is kept to read `usage` from."""
+TAIL_BYTES = 64 << 10  # How much of the end of a non-streaming answer is kept to read `usage` from.
 PROGRESS_S = 0.5
 """The time between two progress reports of a stream to the scheduler, so that it notices a slow engine."""
 

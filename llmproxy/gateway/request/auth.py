@@ -53,8 +53,7 @@ class Tenant:
         return self.models is None or name in self.models
 
 
-NO_TENANT = Tenant()
-"""The tenant of clients with a plain key, and of all clients if no key is configured."""
+NO_TENANT = Tenant()  # The tenant of clients with a plain key, and of all clients if no key is configured.
 
 
 @dataclass(frozen=True, slots=True)

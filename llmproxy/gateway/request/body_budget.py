@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-_FAST_PART = 8
-"""An eighth of the budget is reserved for bodies that arrive together with their head."""
+_FAST_PART = 8  # An eighth of the budget is reserved for bodies that arrive together with their head.
 
 
 class BodyBudget:

@@ -76,8 +76,7 @@ _SPLITTABLE = frozenset({BodyKind.CHAT, BodyKind.COMPLETION, BodyKind.RESPONSES,
 _NOT_TEXT = frozenset(
     {"role", "type", "id", "tool_call_id", "call_id", "cache_control", "detail", "format", "media_type", "status"}
 )
-_LABEL_CHARS_MAX = 256
-"""Some templates write roles and call ids into the prompt. Longer values count as text."""
+_LABEL_CHARS_MAX = 256  # Some templates write roles and call ids into the prompt. Longer values count as text.
 # Members that make the engine compile a grammar first.
 _GRAMMAR = frozenset(
     {"response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "text"}

@@ -23,11 +23,9 @@ from llmproxy.core.domain import Outcome
 from llmproxy.gateway.http.errors import Failure
 
 T = TypeVar("T")
-Slices = Generator[None, None, T]
-"""A computation that yields after each bounded piece of work and returns a T."""
+Slices = Generator[None, None, T]  # A computation that yields after each bounded piece of work and returns a T.
 
-PARSE_BYTES_MAX = 128 * 1024
-"""No larger body is parsed in one go."""
+PARSE_BYTES_MAX = 128 * 1024  # No larger body is parsed in one go.
 SLICE_BYTES = 64 * 1024
 # An image or a sound counts like 1,000 tokens of text: the length of its base64 says nothing about its cost.
 MEDIA_BYTES = 4000

@@ -49,8 +49,7 @@ FALSE = frozenset({"false", "0", "off", "no", "f", "n", ""})
 _CLOSES = re.compile(rb"\s*\}")
 _PRIORITISED = frozenset({BodyKind.CHAT, BodyKind.COMPLETION, BodyKind.RESPONSES})
 
-Edit = tuple[int, int, bytes]
-"""Start, end and new content of a stretch of the body."""
+Edit = tuple[int, int, bytes]  # Start, end and new content of a stretch of the body.
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,7 @@ from llmproxy.gateway.http.routes import BodyKind
 
 # About 120 tokens, which an engine prefills in a millisecond. Blocks of half the size take 1.6 times as long to hash.
 BLOCK_BYTES = 512
-ID_BYTES = array("I").itemsize
-"""Bytes of one token id in the canonical bytes."""
+ID_BYTES = array("I").itemsize  # Bytes of one token id in the canonical bytes.
 # Half a million tokens, more than engines take. The rest of a longer prompt has no hashes and counts as not cached.
 BLOCKS_MAX = 4096
 

@@ -30,8 +30,7 @@ GATE_KV = 0.8
 FRESH_S = 0.2
 TICKS_PER_S = 1_000.0
 DEPARTED_AFTER_S = 120.0
-PROMPT_TOKENS_MAX = 131_072
-"""Longest beginning of a prompt, in tokens, that is looked up and recorded."""
+PROMPT_TOKENS_MAX = 131_072  # Longest beginning of a prompt, in tokens, that is looked up and recorded.
 INDEX_TOKENS = 31_250 * 64
 """Capacity of the prefix index per backend while the size of its KV cache is unknown: blocks times tokens per block."""
 TOKEN_LOAD_FULL = 4_194_304

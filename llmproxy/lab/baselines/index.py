@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
-Block = int | tuple[str, int]
-"""The id of a block in the trace, or (request id, position) for a block without one."""
+Block = int | tuple[str, int]  # The id of a block in the trace, or (request id, position) for a block without one.
 
 
 class BlockIndex:

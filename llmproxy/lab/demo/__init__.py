@@ -30,13 +30,10 @@ from llmproxy.tools.top.ask import LIVE, Asker, AskError, ProxyAddress
 from llmproxy.tools.top.document import Document, read
 
 START_TIMEOUT_S = 60.0
-BATCH = 4
-"""Sequences that a replica runs at once: few, so that little traffic overloads it and is cheap to simulate."""
+BATCH = 4  # Sequences that a replica runs at once: few, so that little traffic overloads it and is cheap to simulate.
 QUEUE_REQUESTS_MAX = 48
-CRITICAL_TTFT_S = 0.5
-"""The TTFT objective of critical requests."""
-INTERVAL_S = 1.0
-"""Interval between two reads of the proxy's state."""
+CRITICAL_TTFT_S = 0.5  # The TTFT objective of critical requests.
+INTERVAL_S = 1.0  # Interval between two reads of the proxy's state.
 
 GUIDE = """llmproxy at {base}, before {count} simulated vLLM replicas (no GPU).
 

@@ -48,8 +48,7 @@ OUTCOMES = ("answered", "retried", "refused", "broken", "lost")
 """`retried`: answered after several attempts. `refused`: status 429. `broken`: an error after the first byte. `lost`:
 an error before it."""
 
-Outcomes = Counter[str]
-"""Requests of one band by outcome."""
+Outcomes = Counter[str]  # Requests of one band by outcome.
 
 
 class DemoClients:

@@ -19,13 +19,10 @@ from llmproxy.tools.top.document import Document
 from llmproxy.tools.top.picture import Column, Section, picture
 from llmproxy.tools.top.view import View
 
-PLAIN_INTERVAL_S = 10.0
-"""Interval between two pictures if the picture cannot be redrawn in place."""
+PLAIN_INTERVAL_S = 10.0  # Interval between two pictures if the picture cannot be redrawn in place.
 STYLES = dict.fromkeys(OUTCOMES, "") | {"refused": "yellow", "broken": "red", "lost": "red"}
-HEIGHT_MIN = 24
-"""The minimum height of the picture, if the terminal has so many lines."""
-ABOVE = 18
-"""Lines above the picture on a high terminal: the guide stays on the screen."""
+HEIGHT_MIN = 24  # The minimum height of the picture, if the terminal has so many lines.
+ABOVE = 18  # Lines above the picture on a high terminal: the guide stays on the screen.
 
 
 class Display:
@@ -34,8 +31,7 @@ class Display:
     def __init__(self) -> None:
         self._drawn = can_draw()
         self._console = console()
-        self.keys = self._drawn and sys.stdin.isatty()
-        """Whether key presses can be read."""
+        self.keys = self._drawn and sys.stdin.isatty()  # Whether key presses can be read.
         self._live: Live | None = None
         self._message = ""
         self._printed_s = time.monotonic()

@@ -75,8 +75,7 @@ class Processes:
     """The processes of the demo. Leaving the block ends the proxy, and then the replicas."""
 
     def __init__(self) -> None:
-        self.on_line: Callable[[str], None] = lambda _: None
-        """Gets each output line of every process."""
+        self.on_line: Callable[[str], None] = lambda _: None  # Gets each output line of every process.
         self._running: dict[str, _Process] = {}
         self._first_to_die: asyncio.Future[_Process] = asyncio.get_running_loop().create_future()
 

@@ -18,8 +18,7 @@ NEW_ADAPTER = f"{MODEL}-legal"
 LAST_ONES_S = 5.0
 """Pause between the last request for the new adapter and its unloading, so that no request still waits for it."""
 ADMIN_KEY = "demo-admin"
-LEAD = " "
-"""The key that resumes automatic play."""
+LEAD = " "  # The key that resumes automatic play.
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +28,8 @@ class Scene:
     key: str
     name: str
     seconds: float
-    message: str
-    """Shown at its start. `{victim}` is the name of the affected replica."""
-    sources: tuple[Source, ...] = ()
-    """Additional traffic."""
+    message: str  # Shown at its start. `{victim}` is the name of the affected replica.
+    sources: tuple[Source, ...] = ()  # Additional traffic.
 
     @property
     def path(self) -> str:
@@ -72,16 +69,12 @@ class Stage:
 
     session: aiohttp.ClientSession
     processes: Processes
-    victim: str
-    """The name of the replica that is killed or slowed down."""
+    victim: str  # The name of the replica that is killed or slowed down.
     victim_url: str
     single_replica: bool
-    restart: Callable[[], Awaitable[None]]
-    """Starts the killed replica again."""
-    say: Callable[[str], None]
-    """Shows a message."""
-    sources: set[Source]
-    """The sources of the running traffic, which scenes change."""
+    restart: Callable[[], Awaitable[None]]  # Starts the killed replica again.
+    say: Callable[[str], None]  # Shows a message.
+    sources: set[Source]  # The sources of the running traffic, which scenes change.
     _automatic: asyncio.Event = field(default_factory=asyncio.Event)
     _playing: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 

@@ -9,8 +9,7 @@ from itertools import takewhile
 from llmproxy.lab.fleet.world import World
 from llmproxy.lab.simulator.engine.kv_cache import Changes
 
-DELAY_S = 0.010
-"""Delay between the end of a step and the moment when a subscriber has applied its events."""
+DELAY_S = 0.010  # Delay between the end of a step and the moment when a subscriber has applied its events.
 
 
 class KvEvents:

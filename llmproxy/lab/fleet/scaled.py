@@ -30,8 +30,7 @@ class ScaledFleet:
         self._starting: dict[str, asyncio.TimerHandle] = {}
         self._serving: list[str] = []
         self._leaving: set[str] = set()
-        self.trail: list[tuple[float, int, int]] = []
-        """(Second, wanted replicas, serving replicas) at each look."""
+        self.trail: list[tuple[float, int, int]] = []  # (Second, wanted replicas, serving replicas) at each look.
         self.cost_s = 0.0
         self._looked_s: float | None = None
 

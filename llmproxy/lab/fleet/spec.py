@@ -84,8 +84,7 @@ class Autoscale:
     ask_s: float = 15.0
 
 
-RTT_S = 0.0005
-"""Round-trip time between two machines in one network."""
+RTT_S = 0.0005  # Round-trip time between two machines in one network.
 
 
 @dataclass(frozen=True, slots=True)

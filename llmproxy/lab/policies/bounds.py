@@ -25,8 +25,7 @@ from llmproxy.lab.results.result import Bound
 from llmproxy.lab.results.sums import ratio
 from llmproxy.lab.traces.arrival import Arrival, Trace
 
-BLOCKS_MAX = 1 << 21
-"""Most distinct blocks of the unlimited cache; about 200 MB."""
+BLOCKS_MAX = 1 << 21  # Most distinct blocks of the unlimited cache; about 200 MB.
 
 
 def vtc_bound_tokens(longest_prompt_tokens: int, fleet: SimulatedFleet) -> float:

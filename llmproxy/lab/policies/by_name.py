@@ -22,15 +22,12 @@ from llmproxy.lab.baselines.policy import Surroundings
 from llmproxy.lab.fleet.world import World
 from llmproxy.lab.policies.oracle import Oracle
 
-LATE = "late_"
-"""Prefix of a placement behind the proxy's own queue, if a baseline without a queue has the same name."""
+LATE = "late_"  # Prefix of a placement behind the proxy's own queue, if a baseline without a queue has the same name.
 ORACLE = "oracle"
-BLEND = "blend"
-"""A placement that only the laboratory has, behind the proxy's own queue."""
+BLEND = "blend"  # A placement that only the laboratory has, behind the proxy's own queue.
 NOT_HERE = ("placement", "weights", "min_shares", "seed")
 """Keys of `scheduling` that a policy name cannot have as a parameter."""
-CEILED = ("critical", "default", "sheddable")
-"""The bands of `ceilings=1/0.95/0.85`, in this order."""
+CEILED = ("critical", "default", "sheddable")  # The bands of `ceilings=1/0.95/0.85`, in this order.
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,13 +18,10 @@ from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.charge import charges
 from llmproxy.core.settings import Settings
 
-FLOWS_MAX = 40
-"""Maximum number of backlogged flows whose counters are compared in a band, to keep a comparison cheap."""
-COUNTERS_MAX = 10_000
-"""Most counters. Beyond it, the counters of flows without requests are dropped."""
+FLOWS_MAX = 40  # Maximum number of backlogged flows whose counters are compared in a band, to keep a comparison cheap.
+COUNTERS_MAX = 10_000  # Most counters. Beyond it, the counters of flows without requests are dropped.
 
-Flow = tuple[int, str]
-"""(band, fairness key)"""
+Flow = tuple[int, str]  # (band, fairness key)
 
 
 class _AuditedLease:

@@ -17,8 +17,7 @@ from llmproxy.lab.results.table import MISSING, milliseconds, seconds
 
 HOUR_S = 3_600.0
 THOUSAND = 1_000.0
-NEAR = 0.005
-"""Differences of goodput up to this are chance."""
+NEAR = 0.005  # Differences of goodput up to this are chance.
 KEPT_NOTE = "Kept: share of all offered requests that kept the objectives; a refusal or a failure is a miss."
 SIZES_NOTE = (
     f"{KEPT_NOTE} TTFT in seconds, "

@@ -15,10 +15,8 @@ TTFT_LEAST_S = 1.0
 TTFT_FACTOR = 3.0
 TPOT_SMALL_S = 0.040
 TPOT_LARGE_S = 0.075
-SMALL = re.compile(r"(?:^|[^0-9a-z.])8b(?:$|[^0-9a-z])", re.IGNORECASE)
-"""Matches the name of a profile of an 8B model."""
-PROMPTS_KEPT = 65_536
-"""Size of the cache that maps a prompt length to its unloaded time."""
+SMALL = re.compile(r"(?:^|[^0-9a-z.])8b(?:$|[^0-9a-z])", re.IGNORECASE)  # Matches the name of a profile of an 8B model.
+PROMPTS_KEPT = 65_536  # Size of the cache that maps a prompt length to its unloaded time.
 
 
 def scaled_profile(spec: ReplicaSpec, prefill_scale: float) -> Profile:

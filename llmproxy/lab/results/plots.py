@@ -19,8 +19,7 @@ from llmproxy.lab.results.objectives import Wanted
 from llmproxy.lab.results.result import REFERENCES, LoadPoint, SimulationResult, Trail, load_points, policies_of
 
 DASHES: tuple[Any, ...] = ((0, (5, 1.6)), "-", (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)), (0, (3, 1.2)))
-SIGNALS: tuple[Any, ...] = ("-", (0, (5, 1.6)), (0, (1.2, 1.2)))
-"""Lines of autoscaling signals."""
+SIGNALS: tuple[Any, ...] = ("-", (0, (5, 1.6)), (0, (1.2, 1.2)))  # Lines of autoscaling signals.
 BOUND_STYLE: Any = {"color": INK, "linewidth": 1, "linestyle": (0, (4, 2))}
 MARKERS = "osD^vPX<>*h"
 

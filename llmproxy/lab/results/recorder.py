@@ -42,8 +42,7 @@ TENANTS_SHOWN = 100
 TENANTS_KEPT = 400
 """Maximum number of tenants with separate sums. Beyond it, the smaller half is merged into "(other)"."""
 SAMPLES_MAX = 512
-KEPT_SHARE = 0.95
-"""An interval counts as a violation if a smaller share of its arrivals meets their objectives."""
+KEPT_SHARE = 0.95  # An interval counts as a violation if a smaller share of its arrivals meets their objectives.
 
 _NAMES = {level: name for name, level in reversed(list(BAND_NAMES.items()))}
 

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from llmproxy.lab.results.plots import Plot
 
 FACTS_FIRST = ("workload", "case", "trace", "requests", "trace_duration_s", "fleet", "replicas", "proxies", "seeds")
-FACT_MAX = 120
-"""Longer configuration values are shown below the plots only."""
+FACT_MAX = 120  # Longer configuration values are shown below the plots only.
 RULES = (
     "Every policy met the same arrivals. Goodput is the share of all <em>offered</em> requests that were completed "
     "within both of their objectives, time to first token and mean time per output token: refusals, timeouts and "

@@ -8,12 +8,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-ACCURACY = 0.005
-"""Relative error of a quantile."""
+ACCURACY = 0.005  # Relative error of a quantile.
 BUCKETS_MAX = 2_048
 """About nine decades at this accuracy. Beyond it the lowest buckets are merged, which affects low quantiles only."""
-ZERO = 1e-9
-"""Smaller values count as zero, which has no place on a logarithmic scale."""
+ZERO = 1e-9  # Smaller values count as zero, which has no place on a logarithmic scale.
 _GAMMA = (1.0 + ACCURACY) / (1.0 - ACCURACY)
 _SCALE = 1.0 / math.log(_GAMMA)
 

@@ -21,8 +21,7 @@ ORACLE_NOTE = (
     "keeps caches warm for later requests may beat it. No policy can beat a strict bound."
 )
 MISSING = "-"
-LOADS_ACROSS = 5
-"""Number of loads whose bounds fit side by side in 80 columns."""
+LOADS_ACROSS = 5  # Number of loads whose bounds fit side by side in 80 columns.
 
 
 class Column(NamedTuple):

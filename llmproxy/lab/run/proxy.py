@@ -42,10 +42,8 @@ from llmproxy.scheduling.lease import Lease, Leasing
 BYTES_PER_TOKEN = 4.3
 """Mean bytes per token of a replay's prompts. As in production, the proxy learns it from the usage of answers."""
 BYTES_SIGMA = 0.1
-PROGRESS_S = 0.3
-"""Interval at which the tokens of open streams are counted. In the gateway it is 0.5 s."""
-HEALTH_INTERVAL_S = 1.0
-"""Interval of health checks under a policy that reads no metrics."""
+PROGRESS_S = 0.3  # Interval at which the tokens of open streams are counted. In the gateway it is 0.5 s.
+HEALTH_INTERVAL_S = 1.0  # Interval of health checks under a policy that reads no metrics.
 
 
 class LabProxy:

@@ -19,8 +19,7 @@ from llmproxy.remote.messages import PROTOCOL, Drained, Hello, Learned
 from llmproxy.remote.server import Services
 from llmproxy.scheduling.valkey import StoreError
 
-LOCK_S = 4.0
-"""The default of `cluster.lock_s`."""
+LOCK_S = 4.0  # The default of `cluster.lock_s`.
 
 
 class _Pipe(asyncio.Transport):

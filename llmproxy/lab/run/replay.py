@@ -29,15 +29,11 @@ from llmproxy.lab.run.virtual_time import run
 from llmproxy.lab.scaling.signals import Look
 from llmproxy.lab.traces.arrival import Arrival, Trace, turns_of
 
-SETTLE_S = 2.0
-"""Time for polls before the first arrival, because a proxy starts before its clients."""
-SAMPLES = 120
-"""Number of load samples during a trace. Sampling continues at this rate until the last answer."""
+SETTLE_S = 2.0  # Time for polls before the first arrival, because a proxy starts before its clients.
+SAMPLES = 120  # Number of load samples during a trace. Sampling continues at this rate until the last answer.
 SAMPLE_LEAST_S = 0.05
-DETECT_EVERY_S = 0.02
-"""Interval at which a run checks whether a fault is detected."""
-LATE_S = 60.0
-"""Window of an autoscaler that follows latencies."""
+DETECT_EVERY_S = 0.02  # Interval at which a run checks whether a fault is detected.
+LATE_S = 60.0  # Window of an autoscaler that follows latencies.
 DETECTABLE = frozenset({FleetFaultKind.KILL, FleetFaultKind.RESTART, FleetFaultKind.HANG, FleetFaultKind.SLOW})
 """Faults that a proxy should detect."""
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count
 
-BASE_MODEL = "base"
-"""The name of the base model in every replay. A request for it has no adapter."""
+BASE_MODEL = "base"  # The name of the base model in every replay. A request for it has no adapter.
 
 
 @dataclass(frozen=True, slots=True)

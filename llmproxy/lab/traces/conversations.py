@@ -24,10 +24,8 @@ from llmproxy.lab.traces.parts import (
     poisson_times,
 )
 
-NOMINAL_TOKEN_S = 0.02
-"""Seconds per output token for the nominal times of chained turns. A replay uses the real times."""
-CHAIN_MAX = 200
-"""Most turns of one closed loop, because all its turns are in memory at the same time."""
+NOMINAL_TOKEN_S = 0.02  # Seconds per output token for the nominal times of chained turns. A replay uses the real times.
+CHAIN_MAX = 200  # Most turns of one closed loop, because all its turns are in memory at the same time.
 
 
 def interactive_chat(

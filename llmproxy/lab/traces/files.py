@@ -17,8 +17,7 @@ from llmproxy.lab.traces.formats import Layout, LineError, recognise
 
 LINE_BYTES_MAX = 16 << 20
 GZIP_MAGIC = b"\x1f\x8b"
-BOM = b"\xef\xbb\xbf"
-"""A byte order mark, which some spreadsheets write before the header."""
+BOM = b"\xef\xbb\xbf"  # A byte order mark, which some spreadsheets write before the header.
 
 
 def open_trace(path: Path) -> Trace:

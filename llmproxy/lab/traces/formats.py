@@ -28,8 +28,7 @@ from llmproxy.config.value_types import nearest
 from llmproxy.lab.traces.arrival import BASE_MODEL, Arrival
 
 LENGTH_TOKENS_MAX = 10_000_000
-TIME_MAX_S = 366 * 86_400.0
-"""A larger time is probably a calendar time. The replay would wait until then."""
+TIME_MAX_S = 366 * 86_400.0  # A larger time is probably a calendar time. The replay would wait until then.
 BLOCK_TOKENS_MAX = 1 << 20
 NAME_CHARS_MAX = 512
 MOONCAKE_BLOCK_TOKENS = 512

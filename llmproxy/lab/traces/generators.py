@@ -27,8 +27,7 @@ from llmproxy.lab.traces.parts import (
     varying_times,
 )
 
-RAMP_RATES = (2.0, 4.0, 6.0, 8.0, 10.0, 4.0, 1.0)
-"""Requests per second, one stage after another."""
+RAMP_RATES = (2.0, 4.0, 6.0, 8.0, 10.0, 4.0, 1.0)  # Requests per second, one stage after another.
 
 
 def shared_system_prompts(

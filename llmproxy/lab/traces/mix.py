@@ -8,8 +8,7 @@ from random import Random
 
 from llmproxy.lab.traces.arrival import Arrival, Trace, in_time_order
 
-SPREAD_S = 10.0
-"""Longest delay of a louder tenant's additional request after the original request."""
+SPREAD_S = 10.0  # Longest delay of a louder tenant's additional request after the original request.
 
 
 @dataclass(frozen=True, slots=True)

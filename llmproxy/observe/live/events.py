@@ -15,8 +15,7 @@ from llmproxy.observe.text import shown
 
 EVENTS_MAX = 500
 TEXT_CHARS_MAX = 400
-HIDDEN = frozenset({"exception", "exc_info", "level", "event"})
-"""Log fields that are not part of an event's text."""
+HIDDEN = frozenset({"exception", "exc_info", "level", "event"})  # Log fields that are not part of an event's text.
 EJECTED = "backend_ejected"
 STATE_EVENTS = frozenset(
     {"backend_down", EJECTED, "backend_up", "backend_back", "backend_drained", "backend_undrained"}

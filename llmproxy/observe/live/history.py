@@ -14,8 +14,7 @@ from msgspec import Struct
 SECONDS = 900
 TENS = 8_640
 TEN_S = 10
-COLUMNS_MAX = 560
-"""The most columns, which take 21.4 MB."""
+COLUMNS_MAX = 560  # The most columns, which take 21.4 MB.
 
 
 class Stretch(Struct, frozen=True):

@@ -13,13 +13,11 @@ from llmproxy.core.domain import Outcome, Verdict
 from llmproxy.observe.exit import RequestExit
 
 SPAN_S = 60
-FLOWS_MAX = 1_000
-"""The most flows counted within one second, `OTHER` included."""
+FLOWS_MAX = 1_000  # The most flows counted within one second, `OTHER` included.
 OTHER = "other"
 NO_BAND = "none"
 
-KINDS = ("completed", "refused", "failed", "cancelled", "client_error")
-"""How a request ends, see `kind_of`."""
+KINDS = ("completed", "refused", "failed", "cancelled", "client_error")  # How a request ends, see `kind_of`.
 REFUSED = frozenset(
     {
         Outcome.REJECTED_CAPACITY,
@@ -38,8 +36,7 @@ CLIENT_ERRORS = frozenset({Outcome.BAD_REQUEST, Outcome.UNKNOWN_MODEL, Outcome.U
 NO_FAILURES = frozenset({Verdict.SERVED, Verdict.CLIENT_GONE, Verdict.PREEMPTED, Verdict.LOCAL_FAILURE})
 """Verdicts that are no failure of the backend."""
 
-LEAST_S = 1e-4
-"""Times up to this are in the first bucket."""
+LEAST_S = 1e-4  # Times up to this are in the first bucket.
 _GROWTH = 1.02
 _SCALE = 1.0 / log(_GROWTH)
 _OFFSET = -log(LEAST_S) * _SCALE + 1.0

@@ -18,10 +18,8 @@ _ended = msgspec.msgpack.Decoder(RequestExit).decode
 _waited = msgspec.msgpack.Decoder(Waited).decode
 
 KEPT_S = 600.0
-BYTES_MAX = 32 << 20
-"""The most bytes of all records; beyond it, the oldest records are dropped early."""
-RECORD_BYTES = 240
-"""Overhead of a record: an instant, an id, and the objects around them."""
+BYTES_MAX = 32 << 20  # The most bytes of all records; beyond it, the oldest records are dropped early.
+RECORD_BYTES = 240  # Overhead of a record: an instant, an id, and the objects around them.
 
 
 class RecentRequests:

@@ -20,8 +20,7 @@ from llmproxy.observe.live.minute import KINDS, Minute, quantile
 from llmproxy.observe.live.recent import RecentRequests
 from llmproxy.scheduling.dispatcher import Dispatcher
 
-BACKENDS_MAX = 64
-"""The most backends with columns in the history; a page shows the current state of all."""
+BACKENDS_MAX = 64  # The most backends with columns in the history; a page shows the current state of all.
 FLOWS_MAX = 20
 """Number of flows with the most tokens that have columns in the history, and of flows with the longest waits."""
 STATES = {"up": 0.0, "starting": 1.0, "drained": 2.0, "leaving": 3.0, "ejected": 4.0, "down": 5.0}

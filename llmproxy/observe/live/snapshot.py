@@ -22,10 +22,8 @@ from llmproxy.observe.live.minute import KINDS, FlowSums, quantile
 from llmproxy.observe.live.recorder import SHARES, Recorder
 from llmproxy.observe.live.summary import summary_of
 
-FLOWS_WAITING_MAX = 100
-"""The maximum number of waiting flows in one document, for all pools together."""
-FLOWS_MAX = 100
-"""Flows of the last minute in one document."""
+FLOWS_WAITING_MAX = 100  # The maximum number of waiting flows in one document, for all pools together.
+FLOWS_MAX = 100  # Flows of the last minute in one document.
 BACKENDS_MAX = 500
 ADAPTERS_MAX = 50
 LIMITS_MAX = 100

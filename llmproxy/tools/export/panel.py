@@ -9,8 +9,7 @@ from typing import Any
 SCHEMA_VERSION = 41
 COLUMNS = 24
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
-HERE = 'job=~"$job",instance=~"$instance"'
-"""Label matchers that select one proxy."""
+HERE = 'job=~"$job",instance=~"$instance"'  # Label matchers that select one proxy.
 VARIABLES = (
     ("job", "llmproxy_build_info", "Job"),
     ("instance", 'llmproxy_build_info{job=~"$job"}', "Proxy"),

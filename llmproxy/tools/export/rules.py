@@ -6,12 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 RUNBOOK = "https://github.com/llmproxy-lb/llmproxy/blob/main/docs/reference/alerts.md#"
-ERROR_BUDGET = 0.001
-"""Share of requests that may fail: an objective of 99.9 %."""
-OBJECTIVE_MISSED_MAX = 0.1
-"""Share of critical requests that may miss their objective."""
-FAILURES_MIN = 5
-"""Fewest failures in the long window for an alert: a single failure is a large share of a quiet hour."""
+ERROR_BUDGET = 0.001  # Share of requests that may fail: an objective of 99.9 %.
+OBJECTIVE_MISSED_MAX = 0.1  # Share of critical requests that may miss their objective.
+FAILURES_MIN = 5  # Fewest failures in the long window for an alert: a single failure is a large share of a quiet hour.
 
 FAILED = (
     "rejected_capacity|rejected_no_backends|expired|expired_no_backends|connect_failed|upstream_timeout|broken_stream|"

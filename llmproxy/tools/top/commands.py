@@ -24,8 +24,7 @@ from llmproxy.tools.top.whatif import weights_of
 from llmproxy.tools.top.whatif import whatif as shares
 
 CHOICES = 20
-CHOICES_FILTERED = 100
-"""The number of choices that the proxy remembers for each pool."""
+CHOICES_FILTERED = 100  # The number of choices that the proxy remembers for each pool.
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

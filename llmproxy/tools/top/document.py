@@ -34,8 +34,7 @@ class Minute(Struct, frozen=True):
     cancelled: int
     retries: int
     preemptions: int
-    outcomes: dict[str, int] = msgspec.field(default_factory=dict)
-    """Requests that were refused or failed, by outcome."""
+    outcomes: dict[str, int] = msgspec.field(default_factory=dict)  # Requests that were refused or failed, by outcome.
 
 
 class Quantiles(Struct, frozen=True):

@@ -20,16 +20,11 @@ STATE_STYLES = {"up": "green", "down": "red"}
 EVENTS_MAX = 8
 SUMMARY_LINES_MAX = 3
 ENDED_LINES_MAX = 2
-FIRST_COLUMN = 10
-"""Narrowest first column, so that the columns of all sections align."""
-LINES_MIN = 2
-"""Fewest lines of a section below its titles: one row, and the number of further rows."""
-ROOMY = 30
-"""Least height for blank lines between sections."""
-TALL = 40
-"""Least height for choices below the other sections."""
-BELOW_MIN = 5
-"""Fewest lines for choices: a choice among three replicas, and the number of further lines."""
+FIRST_COLUMN = 10  # Narrowest first column, so that the columns of all sections align.
+LINES_MIN = 2  # Fewest lines of a section below its titles: one row, and the number of further rows.
+ROOMY = 30  # Least height for blank lines between sections.
+TALL = 40  # Least height for choices below the other sections.
+BELOW_MIN = 5  # Fewest lines for choices: a choice among three replicas, and the number of further lines.
 PLAIN, WIDE = 60, 110
 """Least widths for further columns."""
 HELP = {
@@ -51,8 +46,7 @@ class Column:
 
     title: str
     words: bool = False
-    least: int = 0
-    """Least width in columns of a terminal that shows this column."""
+    least: int = 0  # Least width in columns of a terminal that shows this column.
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +55,7 @@ class Section:
 
     columns: Sequence[Column]
     rows: Sequence[Sequence[Text]]
-    more: int = 0
-    """Rows that the proxy did not send."""
+    more: int = 0  # Rows that the proxy did not send.
 
     @property
     def wanted(self) -> int:

@@ -25,8 +25,7 @@ If that was the last step, the engine keeps the blocks, and only its answer says
 DECODE_GRACE_S = 0.25
 """How long a decode stage runs at least. An engine that has not read the request yet cannot ask for the blocks to be
 freed."""
-RELEASE_S = 1.0
-"""How long a release may take. If it fails, the blocks are freed when their KV lease expires."""
+RELEASE_S = 1.0  # How long a release may take. If it fails, the blocks are freed when their KV lease expires.
 PATH = "/v1/completions"
 ANSWER_BYTES_MAX = 64 << 10
 

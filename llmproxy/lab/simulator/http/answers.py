@@ -27,8 +27,7 @@ from llmproxy.lab.simulator.server.service import ServedModel
 FINGERPRINT = "vllm-0.32.0-51ab1e5d"
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
-Ids = Sequence[int] | None
-"""Token ids; None if they are not requested."""
+Ids = Sequence[int] | None  # Token ids; None if they are not requested.
 
 
 @dataclass(frozen=True, slots=True)

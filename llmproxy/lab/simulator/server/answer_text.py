@@ -9,10 +9,8 @@ from llmproxy.lab.simulator.server import numbered
 from llmproxy.lab.simulator.server.text import WRONG_WORD, bytes_of, packed, seed_of, text_of, tokens_of, words
 
 Join = Literal["same", "split", "repeat"]
-EOS = 0
-"""The last token of a numbered answer that ends by itself. It has no text."""
-_CHARACTER_TOKENS = 4
-"""The most tokens that have bytes of the same character."""
+EOS = 0  # The last token of a numbered answer that ends by itself. It has no text.
+_CHARACTER_TOKENS = 4  # The most tokens that have bytes of the same character.
 
 
 class AnswerText(Protocol):
@@ -20,10 +18,8 @@ class AnswerText(Protocol):
 
     seed: int
     done: int = 0
-    ends_at: int | None = None
-    """Index of the token that ends the answer by itself, once it is known."""
-    stop_reason: str | None = None
-    """The stop string that ends the answer."""
+    ends_at: int | None = None  # Index of the token that ends the answer by itself, once it is known.
+    stop_reason: str | None = None  # The stop string that ends the answer.
 
     def tokens(self, first: int, end: int) -> tuple[int, ...]: ...
     def text(self, first: int, end: int) -> str: ...

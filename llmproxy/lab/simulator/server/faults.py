@@ -11,42 +11,30 @@ from enum import StrEnum
 class FaultKind(StrEnum):
     """Kinds of faults. `hang` and `refuse` close the port, and only a restart ends them; the others can be cleared."""
 
-    BUSY_503 = "busy_503"
-    """Generation is refused with 503 and the words of a full queue."""
+    BUSY_503 = "busy_503"  # Generation is refused with 503 and the words of a full queue.
     DRAINING_500 = "draining_500"
     """New generation gets 500, running requests go on, `/health` is 200: vLLM with a shutdown timeout."""
-    HANG = "hang"
-    """The port refuses, open requests get no byte and no end: vLLM after a default SIGTERM."""
+    HANG = "hang"  # The port refuses, open requests get no byte and no end: vLLM after a default SIGTERM.
     STREAM_ERROR = "stream_error"
     """A stream is accepted with 200, and its first event is an error; other requests get 500."""
-    ENGINE_DEAD = "engine_dead"
-    """Open streams end with an error event, everything else gets 500."""
+    ENGINE_DEAD = "engine_dead"  # Open streams end with an error event, everything else gets 500.
     ABORT = "abort"
     """All requests end at once with the finish reason `abort`, and then the fault ends: vLLM 0.32 before it stops."""
-    FROZEN = "frozen"
-    """Nothing moves, gauges included, while `/health` says 200: a stopped worker process."""
-    RESET = "reset"
-    """The connection is reset after `after_bytes` bytes of the body; 0 is right behind the head."""
+    FROZEN = "frozen"  # Nothing moves, gauges included, while `/health` says 200: a stopped worker process.
+    RESET = "reset"  # The connection is reset after `after_bytes` bytes of the body; 0 is right behind the head.
     SILENT = "silent"
     """Generation is accepted and never answered, while all other pages look like the pages of an idle engine."""
-    SLOW = "slow"
-    """Every step takes `factor` times as long: a GPU that is throttled."""
-    LIES = "lies"
-    """The gauges of load on `/metrics` say that the engine is idle, whatever runs."""
-    REFUSE = "refuse"
-    """The port refuses and every connection is cut: the process is gone."""
+    SLOW = "slow"  # Every step takes `factor` times as long: a GPU that is throttled.
+    LIES = "lies"  # The gauges of load on `/metrics` say that the engine is idle, whatever runs.
+    REFUSE = "refuse"  # The port refuses and every connection is cut: the process is gone.
     UNAUTHORIZED = "unauthorized"
     """Generation gets 401, whatever its key, while `/health`, `/metrics` and `/v1/models` answer."""
-    RATE_LIMITED = "rate_limited"
-    """Generation is refused with 429."""
-    ERROR_RATE = "error_rate"
-    """A `share` of the generation requests, evenly spread, gets 500."""
-    DIES_OF = "dies_of"
-    """A request whose body contains `word` ends the engine, and the process with it."""
+    RATE_LIMITED = "rate_limited"  # Generation is refused with 429.
+    ERROR_RATE = "error_rate"  # A `share` of the generation requests, evenly spread, gets 500.
+    DIES_OF = "dies_of"  # A request whose body contains `word` ends the engine, and the process with it.
 
 
-DYING_S = 0.05
-"""Time after which vLLM's API server notices that its engine is dead, and ends."""
+DYING_S = 0.05  # Time after which vLLM's API server notices that its engine is dead, and ends.
 PORT_CLOSING = frozenset({FaultKind.HANG, FaultKind.REFUSE})
 IN_STREAMS = frozenset({FaultKind.RESET, FaultKind.SILENT, FaultKind.STREAM_ERROR})
 """Faults that `after_tokens` postpones: they hit streams only, after so many tokens."""

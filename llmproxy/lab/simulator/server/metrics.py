@@ -103,8 +103,7 @@ class ReplicaMetrics:
         self.requests: Counter[tuple[str, str, str]] = Counter()
         self.rejections = 0
         self.gauges = Gauges()
-        self.lies = False
-        """Whether the load gauges show an idle engine, regardless of its state."""
+        self.lies = False  # Whether the load gauges show an idle engine, regardless of its state.
         self._totals = Counters()
         self._finished: Counter[str] = Counter()
         self._nixl: dict[str, int] = dict.fromkeys(_NIXL_COUNTERS, 0) if nixl else {}

@@ -15,8 +15,7 @@ from collections.abc import Iterable, Sequence
 from llmproxy.lab.simulator.server import numbered
 
 TOKEN_BYTES = 4
-WRONG_WORD = " BAD"
-"""Every token of an answer that was computed from KV of another prompt."""
+WRONG_WORD = " BAD"  # Every token of an answer that was computed from KV of another prompt.
 _CONSONANTS = "bcdfghjklmnprstvwxyz"
 _VOWELS = "aeiou"
 
