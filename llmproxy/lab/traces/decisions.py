@@ -30,8 +30,7 @@ from llmproxy.lab.traces.formats import (
 
 HEADER = "llmproxy_decisions"
 VERSION = 1
-MARKS = ("request_id", "outcome")
-"""Keys that identify a part of a log without a header."""
+MARKS = ("request_id", "outcome")  # Keys that identify a part of a log without a header.
 TAKEN = ("tenant", "adapter", "session", "criticality", "max_wait_s", "ttft_slo_s", "tpot_slo_s", "blocks")
 
 Lines = Callable[[], Iterator[tuple[int, str]]]
