@@ -331,19 +331,19 @@ def explain(
     _ask(lambda: asked.explain(asked.ProxyAddress.parsed(url, admin_key), request, as_json=as_json), "explain")
 
 
-@app.command(cls=PanelHelp, short_help="Say how many replicas the work needs.")
+@app.command(cls=PanelHelp, short_help="Print how many replicas the load needs.")
 def scale(
     url: ProxyUrl = PROXY,
     as_json: Annotated[bool, typer.Option("--json", help="Print /scale and exit.")] = False,
     admin_key: AdminKey = None,
 ) -> None:
-    """Say how many replicas each pool of a running proxy has and needs, and which part of the work asks for them."""
+    """Print how many replicas each pool of a running proxy has and needs, and which part of the load needs them."""
     from llmproxy.tools import top as asked
 
     _ask(lambda: asked.scale(asked.ProxyAddress.parsed(url, admin_key), as_json=as_json), "scale")
 
 
-@app.command(cls=PanelHelp, short_help="Say what flows would get under other weights.")
+@app.command(cls=PanelHelp, short_help="Predict the shares of flows under other weights.")
 def whatif(
     url: ProxyUrl = PROXY,
     weights: Annotated[
@@ -352,7 +352,7 @@ def whatif(
     ] = None,
     admin_key: AdminKey = None,
 ) -> None:
-    """Say how many tokens per second each flow of a running proxy gets, and would get under other weights.
+    """Print how many tokens per second each flow of a running proxy gets, and would get under other weights.
 
     A flow is a tenant, a model or another key of scheduling.flow. Nothing is changed.
     """

@@ -165,7 +165,7 @@ SIMULATE: Options = {
         ),
         None,
     ),
-    "workers": (_option(int | None, min=1, help="Number of processes. Default: one for each core."), None),
+    "workers": (_option(int | None, min=1, help="Number of processes. Default: as many as there are cores."), None),
     "oracle": (_option(bool, help="Run the oracle beside the policies."), True),
     "out": (
         _option(Path | None, metavar="DIR", help="Folder for result.json and report.html. Default: no files."),

@@ -74,7 +74,7 @@ def test_page_has_type_default_example_and_marks(row: str) -> None:
 
 def test_cli_page_has_every_command_and_other_flag_but_no_old_one() -> None:
     text = cli_page.page()
-    assert {flag.name for flag in FLAGS if f"`{flag.name}`" in text} >= {"--worker-urls", "--scheduling-placement"}
+    assert {flag.name for flag in FLAGS if f"`{flag.name}`" in text} >= {"--worker-urls", "--placement"}
     assert not [flag.name for flag in OLD_FLAGS if flag.name in text]
     assert set(re.findall(r"^## llmproxy (.+)$", text, re.MULTILINE)) >= {"serve", "check", "config", "simulate"}
 

@@ -8,7 +8,7 @@ from typing import Any
 from typer.main import get_command
 
 from llmproxy.cli.commands import app
-from llmproxy.cli.flags import FLAGS, OLD_FLAGS, SHOWN
+from llmproxy.cli.flags import ALIASES, COMMON
 from llmproxy.cli.help import panels
 
 HEAD = """\
@@ -17,13 +17,16 @@ HEAD = """\
 `make reference` writes this page from the commands. Every command also has `--help`.
 """
 FLAGS_HEAD = """
-Every other key of the [configuration](configuration.md) outside lists is a flag too: `llmproxy serve --help-all`.
+`llmproxy serve --help` shows the most used flags. [Configuration](configuration.md) has the meaning of each key.
 
 ### Other names of flags
 
 | Flag | Key |
 | --- | --- |
 """
+
+KEYS = {flag for flags in COMMON.values() for flag in flags}
+"""Flags of `serve` that the page leaves out, because `docs/reference/configuration.md` explains their keys."""
 
 
 def page() -> str:
@@ -36,11 +39,12 @@ def page() -> str:
             below = command.make_context(name, [], parent=ctx, resilient_parsing=True)
             text += f"\n## llmproxy {name}\n\n{cleandoc(command.help or '')}\n"
             found = [row for _, rows in panels(command, below, command.common_panels) for row in rows]
-            cells = [f"| `{_cell(names)}` | {_cell(meaning)} |\n" for names, meaning in found if names != "--help"]
+            left_out = {"--help", *(KEYS if name == "serve" else ())}
+            found = [(names, meaning) for names, meaning in found if names.partition(" ")[0] not in left_out]
+            cells = [f"| `{_cell(names)}` | {_cell(meaning)} |\n" for names, meaning in found]
             text += "\n| Name | Meaning |\n| --- | --- |\n" * bool(cells) + "".join(cells)
             if name == "serve":
-                others = [flag for flag in FLAGS if flag.name not in SHOWN.values() and flag not in OLD_FLAGS]
-                keys_of = {flag.name: ", ".join(f"`{key}`" for key in flag.keys) for flag in others}
+                keys_of = {flag: ", ".join(f"`{key}`" for key in keys) for flag, keys in ALIASES.items()}
                 text += FLAGS_HEAD + "".join(f"| `{flag}` | {keys} |\n" for flag, keys in keys_of.items())
     return text
 

@@ -54,7 +54,7 @@ class BackendConfig(Section):
     prompt_tokens: Annotated[PromptRange | None, idle.unless_policy("placement", "cost")] = Field(
         default=None, examples=[[1, 4000]]
     )
-    """Preferred prompt tokens: [from, to]. Others come only if other backends are much slower. null: any."""
+    """Preferred prompt lengths: [from, to]. Other prompts come only if other backends are much slower. null: any."""
     group: Name | None = None
     """Group of equal replicas that scale as one (replica_groups)."""
     group_label: Annotated[Name | None, idle.Rule(idle.names_labels)] = Field(default=None, examples=["pool"])
@@ -127,7 +127,7 @@ class DiscoveryConfig(Section):
     dns_interval_s: Annotated[Seconds, idle.unless_url(DNS, SRV)] = 5.0
     """Time between lookups of dns+ and srv+."""
     misses_before_removal: Annotated[Count, idle.unless_url(DNS, SRV)] = 3
-    """Lookups in a row without its address that remove a backend; four times as many if they find nothing."""
+    """Lookups in a row without the address of a backend that remove it. Four times as many if they find no address."""
     kubernetes_api: Annotated[Annotated[str, AfterValidator(base_url)] | None, idle.unless_url(KUBERNETES)] = Field(
         default=None, examples=["http://127.0.0.1:8001"]
     )
@@ -148,7 +148,7 @@ class HealthConfig(Section):
     slow_start_s: Annotated[Number, Field(ge=0)] = 5.0
     """Time until a backend that comes back has its full share, if others have free slots. 0: at once."""
     hung_s: Seconds | None = 1.5
-    """Delay of first bytes, beyond long prompts, that ejects a backend. null: never."""
+    """Silence while first bytes are due that ejects a backend, unless long prompts explain it. null: never."""
     slow_factor: Annotated[Number, Field(gt=1)] | None = 5.0
     """Slowdown that ejects a backend, unless its whole pool is slower. null: never."""
 

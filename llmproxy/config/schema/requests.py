@@ -171,10 +171,10 @@ class SchedulingConfig(Section):
     fairness_cost: Annotated[str, named_in(charges.names, kv_seconds="tokens"), idle.FAIRNESS_COST] = "tokens"
     """Cost that fair_share divides: tokens or requests."""
     ceilings: dict[str, Fraction] = Field(default={"critical": 1.0, "default": 0.95, "sheddable": 0.85})
-    """Saturation (above 0, at most 1) from which a band waits. Other bands: the ceiling of the next lower band; idle
-    and below: 0.01."""
+    """Part of a backend (above 0, at most 1) that a band may fill. Other bands: as the next lower band; idle and below:
+    0.01."""
     headroom_s: Annotated[Number, Field(ge=0)] = 60.0
-    """Time after a request for which its band keeps a slot or more free of lower bands. 0: none."""
+    """Time after a request of a band in which lower bands leave it a free slot. 0: none."""
     min_shares: dict[str, Annotated[Number, Field(ge=0, le=1)]] = Field(default={}, examples=[{"sheddable": 0.05}])
     """Least share of the work (0 to 1) of a waiting band, against higher bands too."""
     weights: Annotated[dict[str, Weight], idle.WEIGHTS] = Field(default={}, examples=[{"my-model": 2.5}])
@@ -186,7 +186,7 @@ class SchedulingConfig(Section):
     slo_window_s: Annotated[Seconds, idle.unless_policy("fairness", "slo")] = 300.0
     """Window in which fairness `slo` counts objectives."""
     preemption: bool = True
-    """Take sheddable requests that have not begun back from backends that critical ones need."""
+    """Take requests of bands below default, before their first byte, back for requests of bands above default."""
     refuse_late: Annotated[bool, idle.unless(idle.has_objectives, idle.NO_OBJECTIVE)] = False
     """Refuse a request (429) that would miss its objective even as the next one."""
     look_ahead: Annotated[Integer, Field(ge=0)] | None = None
@@ -220,7 +220,7 @@ class QueueConfig(Section):
     no_backend_wait_s: Annotated[Number, Field(ge=0)] = 30.0
     """Longest further wait while no backend for the request is up. 0: refuse at once."""
     startup_wait_s: Annotated[Number, Field(ge=0)] = 10.0
-    """Longest further wait until a backend has answered after the start. The shorter time counts."""
+    """Longest further wait after the start, until any backend has answered. The shorter of both times counts."""
     requests_max: Count = 20_000
     """Most waiting requests."""
     bytes_max: Count = 1 << 30
