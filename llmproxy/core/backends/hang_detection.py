@@ -40,7 +40,7 @@ class HangDetection:
 
     Frozen engines: a backend with answers in flight hangs if its scrapes show requests while its counter of generated
     tokens does not increase. A prefill explains such a pause. So does an earlier pause in the pool, up to several times
-    as long.
+    as long. Other backends must work meanwhile, or their scrapes must show that they have no request.
     """
 
     def __init__(
@@ -159,7 +159,8 @@ class HangDetection:
             longest = max(stream.prompt_tokens for stream in owed.values())
             late_s = max(STUCK_LATE * self.settings.hung_s, LATE * self._prefill.at(longest))
             late_s = max(late_s, self._pauses.explained_s(1), self._prepares_s(backend, since_s, now))
-            if self._only_silent(backend, since_s, late_s, now, ejected, name):
+            idle = any(_is_idle(other, since_s, now) for other in self._backends.values() if other is not backend)
+            if self._only_silent(backend, since_s, late_s, now, ejected or idle, name):
                 return Hang(since_s, len(owed), 0, frozen=True)
         # The prefix may not be cached after all, and a long uncached prompt takes many times as long.
         prompts_s = self._prefill.at(backend.unstarted_tokens_max)
@@ -194,16 +195,26 @@ class HangDetection:
         return now >= until_s
 
     def _only_silent(
-        self, backend: BackendStreams, since_s: float, late_s: float, now: float, ejected: bool, name: str
+        self, backend: BackendStreams, since_s: float, late_s: float, now: float, certain: bool, name: str
     ) -> bool:
-        """Returns whether a backend has been silent for too long since `since_s`, while others worked."""
+        """Returns whether a backend has been silent for too long since `since_s`. Unless `certain`, others must have
+        worked meanwhile.
+        """
         if not self._silent(backend, since_s, late_s, now):
             return False
         if not self._peers.others_up(self._peers.members[name]):
             return False
-        if ejected:
+        if certain:
             return True
         # If all backends are silent, the proxy paused or the network failed.
         others = [other for other in self._backends.values() if other is not backend]
         others_s = max((max(other.last_byte_s, other.generated_s) for other in others), default=-inf)
         return others_s >= 0.5 * (since_s + now)
+
+
+def _is_idle(backend: BackendStreams, since_s: float, now: float) -> bool:
+    """Returns whether a recent scrape shows no request on a backend, which therefore has nothing to generate."""
+    reading = backend.reading
+    if reading is None or reading.taken_at_s < 0.5 * (since_s + now):
+        return False
+    return not (reading.running or reading.waiting)

@@ -143,10 +143,12 @@ def stuck_after_s(
     running: int = 4,
     prompt_tokens: int = 100,
     by_b: int = 20,
+    idle_b: bool = False,
 ) -> float:
     """Return how many seconds after its counter stopped "a" is found to hang, infinite if it is not.
 
-    "a" has four answers in one piece and stops for `stuck_s`. Both backends ended four answers before. "b" goes on.
+    "a" has four answers in one piece and stops for `stuck_s`. Both backends ended four answers before. "b" goes on, or
+    ends its last answer half a second after "a" stopped.
     """
     detection, leases, counts = detection_of("a", "b"), count(10), {"a": 0, "b": 0}
     under_way = {name: [0 if name == "a" else 1] for name in "ab"}
@@ -155,8 +157,11 @@ def stuck_after_s(
         now = poll * POLL_S
         stuck = 4.0 <= now < 4.0 + stuck_s
         for name in "ab":
-            stopped = name == "a" and stuck
-            if (now <= 4.0 or (name == "b" and by_b)) and poll % 5 == 0:
+            stopped, idle = name == "a" and stuck, name == "b" and idle_b and now > 4.5
+            if idle:
+                for lease in under_way.pop("b", ()):
+                    detection.finished(lease, now, Usage(prompt_tokens, 100))
+            elif (now <= 4.0 or (name == "b" and by_b)) and poll % 5 == 0:
                 for lease in under_way[name]:
                     detection.started(lease, now)
                     detection.finished(lease, now, Usage(prompt_tokens, 100))
@@ -165,10 +170,10 @@ def stuck_after_s(
                 for lease in under_way[name]:
                     facts = request(prompt_tokens=prompt_tokens)
                     detection.booked(lease, facts, Placed(name, 0.0, (), 2), False, now)
-            if not counted_at_end and not stopped:
+            if not counted_at_end and not stopped and not idle:
                 counts[name] += tokens if name == "a" else by_b
-            shown = running if stopped else 4
-            detection.read(name, reading(now, running=shown, waiting=4 - shown, generated=counts[name]), 4)
+            shown, seen = (0, 0) if idle else (running if stopped else 4, 4)
+            detection.read(name, reading(now, running=shown, waiting=seen - shown, generated=counts[name]), seen)
         if (hang := detection.outliers(now)[0].get("a")) is not None:
             began_s = now - 4.0
             assert sorted(detection.give_up("a", hang, now)) == sorted(under_way["a"]), "they may be tried elsewhere"
@@ -179,6 +184,11 @@ def stuck_after_s(
 @pytest.mark.parametrize(("running", "earliest_s"), [(4, 3.0), (0, 8.0)], ids=["running", "waiting"])
 def test_engine_that_generates_nothing_of_whole_answers_hangs(running: int, earliest_s: float) -> None:
     assert earliest_s <= stuck_after_s(running=running) <= earliest_s + 1.5
+
+
+def test_engine_that_generates_nothing_hangs_beside_an_idle_engine() -> None:
+    assert 3.0 <= stuck_after_s(idle_b=True) <= 4.5
+    assert stuck_after_s(idle_b=True, stuck_s=2.6) == inf
 
 
 @pytest.mark.parametrize(
