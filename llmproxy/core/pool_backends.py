@@ -72,10 +72,10 @@ class PoolBackends:
         hung, slow = self.outliers.outliers(now)
         leases: list[int] = []
         for name, silent in hung.items():
-            if self.by_name[name].hangs(silent, now):
+            if self.by_name[name].eject_hung(silent, now):
                 leases += self.outliers.give_up(name, silent, now)
         for name, why in slow.items():
-            self.by_name[name].slowed(why, now)
+            self.by_name[name].eject_slow(why, now)
         return leases
 
     def changes_at(self, now: float) -> float | None:

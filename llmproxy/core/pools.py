@@ -38,7 +38,7 @@ from llmproxy.core.queueing.rate_limits import Rates, expected
 from llmproxy.core.queueing.usage_limits import UsageLimits
 from llmproxy.core.scaling.need import Need
 from llmproxy.core.scaling.observer import Scaling, replica_facts
-from llmproxy.core.scaling.roles import apart
+from llmproxy.core.scaling.roles import by_role
 from llmproxy.core.scheduler import Scheduler
 from llmproxy.core.settings import Settings, UsageLimit
 from llmproxy.core.snapshot import (
@@ -427,7 +427,7 @@ class Pools:
                 for view in views
             ]
             need = watched.need(learned.get(name), replicas, self.settings.capacity.kv_full_ratio, now)
-            needs[name] = apart(need, views)
+            needs[name] = by_role(need, views)
         return needs
 
     def pool_of(self, backend: str) -> str | None:

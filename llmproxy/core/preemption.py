@@ -103,7 +103,7 @@ class Preemption(LeaseObserver):
         for queued in waiting:
             if len(self._pending) >= PREEMPT_MAX:
                 return
-            found = (x for x in leaving if could_serve(queued.request, queued.excluded, self._gives_back(x).view(now)))
+            found = (x for x in leaving if could_serve(queued.request, queued.excluded, self._freed_on(x).view(now)))
             if (lease := next(found, None)) is not None:
                 del leaving[lease]
                 continue
@@ -126,13 +126,13 @@ class Preemption(LeaseObserver):
         lowest_first = (lease for band in below for lease in reversed(self._by_band[band]))
         return (lease for lease in islice(lowest_first, LOOK_MAX) if lease not in self._pending)
 
-    def _gives_back(self, lease: int) -> Backend:
+    def _freed_on(self, lease: int) -> Backend:
         """Returns the backend on which the end of a lease frees a slot; the decode backend of a prefill stage."""
         record = self.open[lease]
         return record.answers_on or record.backend
 
     def _makes_room(self, lease: int, queued: Queued, now: float) -> bool:
-        backend = self._gives_back(lease)
+        backend = self._freed_on(lease)
         if not could_serve(queued.request, queued.excluded, backend.view(now)):
             return False
         if not self.open[lease].backend.unstarted(lease):

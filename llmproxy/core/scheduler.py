@@ -290,7 +290,7 @@ class Scheduler:
         if self._room.waiting and not self._more:
             for view in this.views:
                 if not view.available:
-                    self._backends.by_name[view.backend].missed(now)
+                    self._backends.by_name[view.backend].shorten_ejection(now)
         self._place_changes_s = self._placement.inner.changes_at(now)
 
     def _readmit_stranded(self, retries: list[Queued], now: float) -> None:

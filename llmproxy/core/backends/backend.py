@@ -349,19 +349,19 @@ class Backend:
         self._changed()
         self.health.blame(verdict, now)
 
-    def hangs(self, hang: Hang, now: float) -> bool:
+    def eject_hung(self, hang: Hang, now: float) -> bool:
         """Ejects the backend as hung, unless too many are ejected. Returns whether it was ejected."""
         self._changed()
-        return self.health.hangs(hang, now)
+        return self.health.eject_hung(hang, now)
 
-    def slowed(self, why: str, now: float) -> bool:
+    def eject_slow(self, why: str, now: float) -> bool:
         """Ejects the backend as slow, unless too many are ejected. Returns whether it was ejected."""
         self._changed()
-        return self.health.slowed(why, now)
+        return self.health.eject_slow(why, now)
 
-    def missed(self, now: float) -> None:
+    def shorten_ejection(self, now: float) -> None:
         """Shortens the pause of an ejection, because requests wait for a slot."""
-        if self.health.missed(now):
+        if self.health.shorten_ejection(now):
             self._changed()
 
     def measured(self, lease: int | None, fast: bool, now: float) -> None:

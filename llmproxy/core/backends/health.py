@@ -327,7 +327,7 @@ class Health:
         if verdict in REFUSALS:
             self.try_eject(REFUSALS[verdict], now)
 
-    def hangs(self, hang: Hang, now: float) -> bool:
+    def eject_hung(self, hang: Hang, now: float) -> bool:
         """Ejects a backend that hangs, if `Peers` allows it. Returns whether it was ejected."""
         if not self.try_eject(hang.why(now), now):
             return False
@@ -335,14 +335,14 @@ class Health:
         self.stream_probe = not hang.unanswered
         return True
 
-    def slowed(self, why: str, now: float) -> bool:
+    def eject_slow(self, why: str, now: float) -> bool:
         """Ejects a backend that became slow, if `Peers` allows it. Returns whether it was ejected."""
         if not self.try_eject(why, now):
             return False
         self.slow = self.stream_probe = True
         return True
 
-    def missed(self, now: float) -> bool:
+    def shorten_ejection(self, now: float) -> bool:
         """Shortens the pause of an ejection, because requests wait. Returns whether it was shortened."""
         # A slow probe delays its request for long, and a backend with a high failure rate passes most probes.
         until_s = now + self.settings.ejection_s * 2.0**CHEAP_DOUBLINGS

@@ -88,7 +88,7 @@ class AdapterDemand:
         if len(self._asked) > ADAPTERS_MAX:
             del self._asked[next(iter(self._asked))]
 
-    def again_s(
+    def reload_s(
         self, adapter: str, view: View, slots: Slots, able: Sequence[View], least_s: float, now: float
     ) -> float:
         """Returns the expected seconds to load the evicted adapter again; a load takes at least `least_s`.

@@ -116,10 +116,10 @@ class PoolModel:
                     # An engine pauses its batch and its waiting prompts while it loads an adapter: now, and when the
                     # displaced adapter is loaded again.
                     stall = STREAM * load + (1.0 - STREAM) * len(backend_load.unstarted) + scarce
-                    again_s = self.demand.again_s(adapter, view, slots, able, least_load_s, now) * (1.0 + stall)
+                    reload_s = self.demand.reload_s(adapter, view, slots, able, least_load_s, now) * (1.0 + stall)
                     harm_s += load_s * stall
-                    eviction_s += again_s
-                    total_s += load_s * stall + again_s
+                    eviction_s += reload_s
+                    total_s += load_s * stall + reload_s
             if adapter_s is not None:
                 ttft_s += adapter_s
                 total_s += adapter_s

@@ -93,7 +93,7 @@ class _WeightedRatio:
         self._squared = RECENT_KEEP * self._squared + 1.0
         self._seen = line.seen
 
-    def drawn_to(self, middle: float, line: LearnedLine) -> float:
+    def shrunk_to(self, middle: float, line: LearnedLine) -> float:
         """Returns the ratio, shrunk towards `middle`.
 
         The ratio is shrunk more if its standard error is larger (positive-part James-Stein) or its observations are
@@ -132,7 +132,7 @@ class SpeedFactor:
     def renew(self, line: LearnedLine) -> None:
         """Computes `factor` with the current line. Callers skip this until `line.seen` reaches `stale_at`."""
         self.stale_at = line.seen + STALE
-        self.factor = max(FACTOR_MIN, self._recent.drawn_to(self._long.drawn_to(1.0, line), line))
+        self.factor = max(FACTOR_MIN, self._recent.shrunk_to(self._long.shrunk_to(1.0, line), line))
 
 
 class LoadTimesByTier:

@@ -85,7 +85,7 @@ class Admission:
                 self._faults.notify(band.on_entered, request, now)
             self._headroom.used(request.band, now)
         else:
-            self._drain.came_back(request.id)
+            self._drain.forget(request.id)
         self._room.enter(request, rank, excluded, now, on_hold=on_hold)
         return shed
 

@@ -138,7 +138,7 @@ class DrainRate:
             self._grants.clear()
         self._grants.append((now, request))
 
-    def came_back(self, request_id: str) -> None:
+    def forget(self, request_id: str) -> None:
         """Removes the grant of a request that waits again."""
         for at, (_, granted) in enumerate(self._grants):
             if granted.id == request_id:

@@ -196,7 +196,7 @@ class Band:
                 was_head = line.head() is queued
                 queued.gone = True
                 if was_head:
-                    self._tell_head(flow, line)
+                    self._report_head(flow, line)
                 return
             del self._sorted_lines[flow]
         queued.gone = True
@@ -213,9 +213,9 @@ class Band:
             before = line.head()
             line.put(queued, queued.rank.then)
             if line.head() is not before:
-                self._tell_head(queued.request.flow, line)
+                self._report_head(queued.request.flow, line)
 
-    def _tell_head(self, flow: str, line: _Line) -> None:
+    def _report_head(self, flow: str, line: _Line) -> None:
         head = line.head()
         assert head is not None
         self._faults.notify(self.fairness.backlogged, flow, head.request)

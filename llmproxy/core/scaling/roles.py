@@ -18,7 +18,7 @@ def prefill_share(need: Need) -> float:
     return need.prefill / (need.prefill + need.decode)
 
 
-def apart(need: Need, views: Iterable[View]) -> Need:
+def by_role(need: Need, views: Iterable[View]) -> Need:
     """Returns `need` with the need of each role, if the pool has roles. `both` then counts as decode."""
     up: Counter[Role] = Counter()
     for view in views:

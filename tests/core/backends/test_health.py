@@ -191,7 +191,7 @@ def test_failing_requests_eject_at_most_a_share_at_least_one_and_never_the_last(
 
 
 @pytest.mark.parametrize("eject", [
-    lambda one: fail(one, 3), lambda one: one.hangs(Hang(0.0, 1, 0), 0.0), lambda one: one.slowed("slow", 0.0),
+    lambda one: fail(one, 3), lambda one: one.eject_hung(Hang(0.0, 1, 0), 0.0), lambda one: one.eject_slow("slow", 0.0),
     lambda one: one.blame(Verdict.UNAUTHORIZED, 0.0),
 ])  # fmt: skip
 def test_last_backend_that_serves_a_model_is_not_ejected_though_its_pool_has_others(
@@ -318,7 +318,7 @@ def test_many_equal_failures_are_one_event(verdict: Verdict, why: str) -> None:
 
 def test_slow_probe_ejects_again_and_a_fresh_start_unejects() -> None:
     health, events = with_events()
-    assert health.slowed("slow: 6.2 times as slow as usual", 0.0)
+    assert health.eject_slow("slow: 6.2 times as slow as usual", 0.0)
     health.measured(7, False, 1.0)
     assert events == [
         Ejected("slow: 6.2 times as slow as usual", 1.0), Ejected("slow: its probe was as slow", 2.0),

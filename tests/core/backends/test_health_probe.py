@@ -134,7 +134,7 @@ def test_hung_backend_is_probed_with_a_stream_if_others_have_room() -> None:
 def test_slow_backend_is_probed_with_a_stream_and_a_failed_one_not() -> None:
     of = last_by_name()
     health = of.backends["a"].health
-    of.backends["a"].slowed("slow", 1.0)
+    of.backends["a"].eject_slow("slow", 1.0)
     assert sent(of, 2.0, ask(stream=False)) == ["c"]
     of.submit(ask(), 2.0)
     [probe] = grants(of, 2.0)
@@ -152,7 +152,7 @@ def test_fast_stream_from_before_ends_only_the_pause() -> None:
     of.submit(ask(), 0.5, frozenset("bc"))
     [before] = grants(of, 0.5)
     health = of.backends["a"].health
-    of.backends["a"].slowed("slow", 1.0)
+    of.backends["a"].eject_slow("slow", 1.0)
     of.backends["a"].measured(before.lease, True, 1.2)
     assert health.ejected
     assert sent(of, 1.3, ask(), ask()) == ["a", "c"]
@@ -268,7 +268,7 @@ def long_ejected(of: Pools, *, slow: bool = False, share: bool = False) -> Pools
         assert of.backends["a"].health.ejected
     for at_s in (1.0, 2.0, 4.0, 8.0, 16.0, 32.0):
         if slow:
-            of.backends["a"].slowed("slow", at_s)
+            of.backends["a"].eject_slow("slow", at_s)
         else:
             of.backends["a"].health.finished(99, Verdict.CONNECT_FAILED, at_s)
     of.backends["a"].drained = False

@@ -71,7 +71,7 @@ def test_measurements_before_and_in_an_ejection_are_forgotten() -> None:
     pool = Pool("a", "b")
     pool.run(5.0)
     health = pool.peers.members["a"]
-    health.slowed("slow", pool.now)
+    health.eject_slow("slow", pool.now)
     pool.run(1.0, a=8.0)
     health.booked(1)
     health.measured(1, True, pool.now + 60.0)

@@ -238,8 +238,8 @@ def test_returned_request_has_not_left_the_queue() -> None:
         drain.granted(request(id=str(second)), float(second))
     assert drain.interval_s(10.0) == 1.0
     for second in range(1, 10, 2):
-        drain.came_back(str(second))
-    drain.came_back("somebody granted long ago")
+        drain.forget(str(second))
+    drain.forget("somebody granted long ago")
     assert drain.interval_s(10.0) == 2.0
 
 

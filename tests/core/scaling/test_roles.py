@@ -11,7 +11,7 @@ from llmproxy.core.domain import Learned, Role
 from llmproxy.core.scaling.curve import StepCurve
 from llmproxy.core.scaling.mix import Tokens
 from llmproxy.core.scaling.need import Need, ReplicaFacts, replica_capacity
-from llmproxy.core.scaling.roles import apart
+from llmproxy.core.scaling.roles import by_role
 from tests.core.make import view
 
 
@@ -24,7 +24,7 @@ def views(**count: int) -> list[View]:
 
 
 def found(of: Need, **count: int) -> dict[str, tuple[int, Any, int]]:
-    roles = apart(of, views(**count)).roles
+    roles = by_role(of, views(**count)).roles
     return {name: (one.desired, pytest.approx(one.need), one.up) for name, one in roles.items()}
 
 
@@ -46,11 +46,11 @@ def test_each_role_is_rounded_up() -> None:
 
 def test_a_backend_that_is_down_is_not_up() -> None:
     down = [view("prefill-0", role=Role.PREFILL, available=False), *views(decode=1)]
-    assert apart(need(2.0, 1.0, 1.0), down).roles["prefill"].up == 0
+    assert by_role(need(2.0, 1.0, 1.0), down).roles["prefill"].up == 0
 
 
 def test_a_pool_without_roles_has_none() -> None:
-    assert apart(need(2.0, 1.0, 1.0), views(both=2)).roles == {}
+    assert by_role(need(2.0, 1.0, 1.0), views(both=2)).roles == {}
 
 
 def test_prompt_time_comes_from_the_backends_for_prompts() -> None:
