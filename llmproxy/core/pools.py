@@ -97,11 +97,7 @@ class Pools:
     # --- changes by the operator ----------------------------------------------------------------------------
 
     def add_backend(
-        self,
-        name: str,
-        max_in_flight: int | None,
-        prompt_range: tuple[int, int] | None = None,
-        role: Role = Role.BOTH,
+        self, name: str, max_in_flight: int | None, prompt_range: tuple[int, int] | None = None, role: Role = Role.BOTH
     ) -> None:
         """Adds a backend. Until its first poll, the backend is down and belongs to no pool."""
         assert name not in self.backends

@@ -113,7 +113,7 @@ class Pass(Struct):
                 self.blocked = True
                 return False
             if not isinstance(granted, Grant):
-                # The objectives of its own streams may also block a band, which is no reason to stop higher bands.
+                # The objectives of its own streams may block a band. Higher bands go on.
                 self.guaranteed_none.add(due[0])
         return self.steps < PASS_MAX
 

@@ -277,9 +277,7 @@ class Dispatcher:
         self.reconsider()
 
     def leaves(self, backend: str, *, moves: bool = False) -> None:
-        """Tells the holders of leases on `backend` that it was drained, so that its end is no crash. If it `moves`,
-        attempts that can go on elsewhere end now.
-        """
+        """Marks the leases on a drained backend, so that its end is no crash. `moves`: attempts end that can move."""
         for lease in self._leases.values():
             if lease.backend == backend:
                 self._cuts.add(partial(lease.cut, hung=moves, leaving=True))

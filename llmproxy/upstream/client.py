@@ -72,13 +72,7 @@ class HttpUpstream:
             await self._closed
 
     async def open(
-        self,
-        base_url: str,
-        method: str,
-        path_qs: str,
-        headers: Headers,
-        body: Body,
-        connect_timeout_s: float,
+        self, base_url: str, method: str, path_qs: str, headers: Headers, body: Body, connect_timeout_s: float
     ) -> HttpExchange:
         url = _url(base_url)
         size_bytes = sum(map(len, body))

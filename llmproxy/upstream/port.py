@@ -91,13 +91,7 @@ async def read_response_body(exchange: Exchange, bytes_max: int) -> bytes:
 
 class Upstream(Protocol):
     async def open(
-        self,
-        base_url: str,
-        method: str,
-        path_qs: str,
-        headers: Headers,
-        body: Body,
-        connect_timeout_s: float,
+        self, base_url: str, method: str, path_qs: str, headers: Headers, body: Body, connect_timeout_s: float
     ) -> Exchange:
         """Sends a request and waits for the head of the response. Redirects are not followed.
 

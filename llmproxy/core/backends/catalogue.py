@@ -154,7 +154,7 @@ class Catalogue:
         model = self.resolve_alias(name, key, beside)
         assert model is not None
         if model in self.served:
-            # Clients choose names that `*` maps, so an unconfigured name counts under its target.
+            # Clients choose the names that `*` maps, so metrics count such a name under its target.
             known = name in self.aliases or name in self.served
             return replace(self.served[model], requested=name) if known else self.served[model]
         if model in self.promised:

@@ -146,7 +146,7 @@ class HangDetection:
         if self.idle(backend, now):
             unseen = backend.unseen.values()
             since_s = self._silent_since(backend, backend.unseen)
-            # Work before a reading shows the request, such as tokenisation, is part of the time to the first token.
+            # The time to the first token includes work that no reading shows, such as tokenisation.
             late_s = LATE * self._prefill.at(sum(stream.prompt_tokens for stream in unseen))
             late_s = max(late_s, self._unseen[any(stream.prepared for stream in unseen)].explained_s(1))
             if self._silent(backend, since_s, late_s, now) and self._peers.others_up(self._peers.members[name]):

@@ -275,7 +275,7 @@ class OutlierDetection:
             self._remove_unstarted(lease, stream, now)
         loads.ended(lease, now)
         if stream.adapter is not None and not backend.uses(stream.adapter):
-            # Later requests of the adapter may find it evicted.
+            # The adapter may be evicted before its later requests.
             for other, one in backend.unstarted.items():
                 if one.adapter == stream.adapter and other not in loads:
                     loads.add(other, one.cold, now)

@@ -46,7 +46,7 @@ class DecayingRate:
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
-        self.per_s = self.at_s = 0.0  # The rate at the time `at_s`, of the last amount.
+        self.per_s = self.at_s = 0.0  # The rate, and the time of the last amount.
 
     def add(self, amount: float, now: float) -> None:
         self.per_s = self.per_s * exp((self.at_s - now) / self._window_s) + amount / self._window_s

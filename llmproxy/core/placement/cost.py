@@ -256,7 +256,7 @@ class CostPlacement(Placement):
         )
         self._flights[lease] = flight
         for claims in self._claims.values():
-            # A request that is ahead of lower bands may switch to another backend while waiting; drop its old claim.
+            # The request may have waited for another backend, so its old claim is dropped.
             claims.pop(request.id, None)
         if request.adapter is not None:
             self._model.demand.add(request.adapter, now)

@@ -11,15 +11,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from llmproxy.core.backends.view import View
-from llmproxy.core.domain import (
-    NoCapacity,
-    NoMatch,
-    Placed,
-    Request,
-    Role,
-    Slo,
-    Stage,
-)
+from llmproxy.core.domain import NoCapacity, NoMatch, Placed, Request, Role, Slo, Stage
 from llmproxy.core.placement.policy import Placement, Quote
 from llmproxy.core.settings import Disaggregation, Splitting
 

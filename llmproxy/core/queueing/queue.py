@@ -125,7 +125,7 @@ class Band:
         self._faults = faults
         self.size = 0
         self._only: Queued | None = None  # The only request of the band. It is put into a line when a second one comes.
-        self.ranked_s = -inf  # The ranks of that time apply.
+        self.ranked_s = -inf  # The time at which the ranks were last applied.
         self._sorted_lines: dict[str, _Line] = {}
         self._continued = _Line()
         self.turns: LazyHeap[float, Queued] = LazyHeap(waits)
