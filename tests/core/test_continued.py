@@ -211,7 +211,11 @@ def test_a_rest_ends_when_the_only_other_backend_is_down_and_nothing_is_held() -
 # --- the charge -------------------------------------------------------------------------------------------------------
 
 
-def _asked(rng: Random) -> list[Any]:
+REQUESTS = pytest.mark.parametrize("requests", [60, pytest.param(300, marks=pytest.mark.slow)])
+"""With 300 requests, streams break at least 500 times."""
+
+
+def _asked(rng: Random, requests: int) -> list[Any]:
     """Returns requests as (flow, prompt tokens, tokens of the answer, where its stream breaks, cached tokens of the
     prompt, whether the rest fails once before its first byte).
     """
@@ -224,7 +228,7 @@ def _asked(rng: Random) -> list[Any]:
             rng.choice((None, 0, 7)),
             rng.random() < 0.3,
         )
-        for _ in range(60)
+        for _ in range(requests)
     ]
 
 
@@ -237,7 +241,7 @@ def _run(asked: list[Any], settings: Any, *, broken: bool) -> Pools:
         now, weight = float(at), 2.0 if flow == "f" else 1.0
         one = request(
             id=f"r{at}", flow=flow, prompt_tokens=prompt, output_tokens=output, stream=True, weight=weight,
-            limits=("tenant:t",), arrived_s=now,
+            limits=("tenant:t",), arrived_s=now, deadline_s=now + 60.0,
         )  # fmt: skip
         of.submit(one, now)
         held = only_grant(of, now)
@@ -266,21 +270,24 @@ def _run(asked: list[Any], settings: Any, *, broken: bool) -> Pools:
     return of
 
 
+@REQUESTS
 @pytest.mark.parametrize("fairness", sorted(policies.names()))
 @pytest.mark.parametrize("cost", sorted(charges.names()))
-def test_a_stream_in_parts_costs_as_much_as_in_one_piece(cost: str, fairness: str) -> None:
-    asked = _asked(Random(1))
+def test_a_stream_in_parts_costs_as_much_as_in_one_piece(cost: str, fairness: str, requests: int) -> None:
+    asked = _asked(Random(1), requests)
+    assert sum(part < output for _, _, output, parts, *_ in asked for part in set(parts)) >= requests * 5 / 3
     limits = {"tenant:t": UsageLimit(in_flight=9, requests_per_min=1e6, tokens_per_min=1e6)}
     settings = tight(fairness=fairness, fairness_cost=cost, limits=limits)
     whole, parts = (_run(asked, settings, broken=broken) for broken in (False, True))
     for (key, ours), (same, theirs) in zip(parts.balances().items(), whole.balances().items(), strict=True):
         assert key == same
         assert ours == pytest.approx(theirs)
-    assert parts.snapshot(60.0).limits == whole.snapshot(60.0).limits
+    assert parts.snapshot(float(requests)).limits == whole.snapshot(float(requests)).limits
 
 
-def test_a_usage_limit_counts_the_prompt_once_and_all_tokens_of_the_answer() -> None:
-    asked = _asked(Random(2))
+@REQUESTS
+def test_a_usage_limit_counts_the_prompt_once_and_all_tokens_of_the_answer(requests: int) -> None:
+    asked = _asked(Random(2), requests)
     settings = tight(limits={"tenant:t": UsageLimit(tokens_per_min=1e6, requests_per_min=1e6)})
     of = _run(asked, settings, broken=True)
     now = float(len(asked) - 1)
