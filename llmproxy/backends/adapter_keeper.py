@@ -39,9 +39,8 @@ class Lister(Protocol):
 class AdapterKeeper(BackendObserver):
     """Changes the adapters of backends, and repeats the changes on restarted backends, until `close`.
 
-    Args:
-        backends, listers: Map names of backends to their configurations and pollers. Both may change at any time.
-        on_order: Called after each load or unload request: (backend, kind of change, whether it succeeded).
+    `backends` and `listers` may change at any time. `on_order` gets the backend of each load or unload request, the
+    kind of change, and whether it succeeded.
     """
 
     def __init__(

@@ -166,12 +166,9 @@ class _Running:
 class Discovery:
     """Queries each source of backends at its own interval, and updates the registry, from `reconfigure` until `close`.
 
-    Args:
-        registry: The registry to update.
-        expects: Called with True while any source has not answered, so that requests for unlisted models wait.
-        on_look: Called after each query, with the source and whether the query succeeded.
-        look_ups: The functions that look up addresses (A and AAAA records) and SRV records.
-        take_entries: Called with the configuration entries from InferenceObjectives and InferenceModelRewrites.
+    `expects` gets True while any source has not answered, so that requests for unlisted models wait. `on_look` gets the
+    source of each query and whether it succeeded. `look_ups` look up addresses (A and AAAA records) and SRV records.
+    `take_entries` gets the configuration entries from InferenceObjectives and InferenceModelRewrites.
     """
 
     def __init__(

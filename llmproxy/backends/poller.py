@@ -79,14 +79,7 @@ class _PollTimedOut(_PollFailed):
 
 
 class Poller:
-    """Polls one backend while `run` runs.
-
-    Args:
-        url: The backend's base URL without a trailing slash.
-        api_key: The bearer key, or None.
-        has_work: Returns whether requests are in flight on the backend.
-        clock: Returns the time of scrapes in seconds, on the scheduler's clock. Default: the event loop's clock.
-    """
+    """Polls one backend while `run` runs. `url` has no trailing slash. `clock` is the scheduler's clock."""
 
     def __init__(
         self,
@@ -109,7 +102,7 @@ class Poller:
         self._upstream = upstream
         self._events = events
         self._times = times
-        self._has_work = has_work
+        self._has_work = has_work  # Whether requests are in flight on the backend.
         self._clock = clock or asyncio.get_running_loop().time
         self._rng = rng or random.Random()
         self._last_bug: str | None = None

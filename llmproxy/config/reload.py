@@ -84,9 +84,7 @@ class Combined:
 class Reloader:
     """Reloads the configuration, and logs the changes or the problems. Never runs two reloads at a time.
 
-    Args:
-        apply: Applies a configuration, or raises ConfigError and changes nothing.
-        on_end: Called after each reload; True if the new configuration was applied.
+    `apply` raises ConfigError if it changes nothing. `on_end` gets whether a new configuration was applied.
     """
 
     def __init__(

@@ -36,15 +36,11 @@ def open_to_append(path: Path) -> FileIO:
 
 
 class DecisionLog(LineWriter[RequestExit]):
-    """Writes the decision log to a file, on a thread.
+    """Writes the decision log to a file, on a thread, which also calls `on_lost` with the number of lost lines.
 
-    Args:
-        sample: Share (0..1) of requests to write. A hash of the request id decides, so that several logs have the same
-            requests.
-        origin_s: Zero of the times, on the clock of the exit records.
-        on_lost: Called with the number of lost lines, on any thread.
-
-    Raises OSError if the header cannot be written. A later failure is logged once and loses only its lines.
+    `sample` is the share of requests to write. A hash of the request id decides, so that several logs have the same
+    requests. Times count from `origin_s`, on the clock of the exit records. Raises OSError if the header cannot be
+    written. A later failure is logged once and loses only its lines.
     """
 
     def __init__(self, file: FileIO, sample: float, origin_s: float, on_lost: Callable[[int], None]) -> None:

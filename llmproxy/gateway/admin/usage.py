@@ -19,12 +19,7 @@ PARTS_MAX = 1_000  # The most models of an answer; further ones are counted in t
 
 
 class UsagePage:
-    """Serves the page.
-
-    Args:
-        tenants: Returns the configured tenants by name.
-        clock: Returns the scheduler's time in seconds.
-    """
+    """Serves the page. `tenants` returns the configured tenants by name."""
 
     def __init__(
         self, usage: Usage, pools: Pools, tenants: Callable[[], Mapping[str, TenantConfig]], clock: Callable[[], float]

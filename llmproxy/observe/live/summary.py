@@ -31,15 +31,9 @@ def summary_of(
 ) -> tuple[str, str]:
     """Returns the level and the text of the summary.
 
-    Args:
-        pools, statuses: The current state.
-        reasons: Maps backends to the reasons of their states.
-        bands: Maps bands to names.
-        nameless: Number of requests that wait for a model that no backend lists yet.
-        learned: Speeds that the placement learned.
-        minute: Requests that ended in the last minute.
-        led: False for a cluster member without a leader.
-        alone: True if such a member decides by itself.
+    `reasons` has the reasons of backends' states, and `bands` the names of bands. `nameless` requests wait for a model
+    that no backend lists yet. `learned` are speeds that the placement learned. `minute` has the requests that ended in
+    the last minute. A cluster member without a leader is not `led`; if it decides by itself, it is `alone`.
     """
     parts: list[tuple[str, str]] = []
     up = [one for one in statuses if one.state == "up"]

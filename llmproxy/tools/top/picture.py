@@ -76,12 +76,9 @@ def picture(
 ) -> RenderableType:
     """Returns the document as a picture of `width` columns and at most `height` lines; without a height, all lines.
 
-    Args:
-        choices: Placement decisions. They replace the other sections if the view shows choices, else fill the free
-            lines.
-        trouble: A warning that the document is old.
-        more: A section shown after the replicas.
-        foot: Lines directly after the sections. None: the keys, in the last line of the screen.
+    `choices` are placement decisions. They replace the other sections if the view shows choices, else fill the free
+    lines. `trouble` is a warning that the document is old. `more` follows the replicas, `foot` all sections. Without
+    `foot`, the last line of the screen shows the keys.
     """
     head = _head(document, view, width, height, trouble)
     if view.help:

@@ -37,7 +37,11 @@ from llmproxy.lab.simulator.engine.sequence_blocks import SequenceBlocks
 
 
 class Engine:
-    """A vLLM engine. Call `add` and `abort` at any time, and `step` while `busy`."""
+    """A vLLM engine. Call `add` and `abort` at any time, and `step` while `busy`.
+
+    A step has at most `step_tokens`. Without `noise`, it takes exactly the time of the profile. Other engines share the
+    KV `store`. Raises ValueError for numbers that vLLM would refuse, too.
+    """
 
     def __init__(
         self,
@@ -54,15 +58,6 @@ class Engine:
         seed: int = 0,
         store: tuple[KvStore, KvTransfer] | None = None,
     ) -> None:
-        """Args:
-            step_tokens: The token budget of a step.
-            kv_tokens: The size of the KV cache; by default from the profile.
-            noise: Random variation of step times. Without it, every step takes exactly the time of the profile.
-            store: A KV store that other engines share, with its loading times.
-
-        Raises:
-            ValueError: For numbers that vLLM would refuse, too.
-        """
         if not 1 <= max_num_seqs <= step_tokens:
             raise ValueError(f"max_num_seqs must be from 1 to the step's {step_tokens} tokens, got {max_num_seqs}")
         self.profile = profile

@@ -48,14 +48,12 @@ class Wrong(Words):
 class Numbered(AnswerText):
     """A numbered answer. If the prompt ends with the beginning of this answer, only the rest of the answer.
 
-    The part may end within a token. Then the other bytes of this token come first, as tokens of four bytes.
+    The part may end within a token. Then the other bytes of this token come first, as tokens of four bytes. `join` says
+    what follows a prompt that has the text of the first part, but other tokens. With `split`, the next token becomes
+    other tokens of the same text. With `repeat`, the last token, or its part, is written again.
     """
 
     def __init__(self, prompt: Sequence[int], model: str, choice: int, join: Join = "same") -> None:
-        """Args:
-        join: Effect of a prompt that has the text of the first part, but other tokens. With `split`, the next token
-            becomes other tokens of the same text. With `repeat`, the last token, or its part, is written again.
-        """
         self._prompt = prompt
         self.seed = seed_of(prompt, model, choice)
         number, part = 0, b""
@@ -105,15 +103,11 @@ class Numbered(AnswerText):
 class Stopped(AnswerText):
     """An answer that may end at a stop string, after `length` tokens.
 
-    As in vLLM, its text in a stream lags behind its tokens, by one character less than the longest stop string.
+    As in vLLM, its text in a stream lags behind its tokens, by one character less than the longest stop string. If the
+    stop string is `included` in the text, the text does not lag. Stop strings in the first `min_tokens` do not count.
     """
 
     def __init__(self, answer: AnswerText, length: int, stops: Sequence[str], included: bool, min_tokens: int) -> None:
-        """Args:
-        length: Length of the answer without a stop string.
-        included: Whether the stop string is part of the text. Then the text does not lag.
-        min_tokens: Stop strings are ignored in the text of so many tokens.
-        """
         self.seed, self.done, self.length = answer.seed, answer.done, length
         self._answer = answer
         self._text = ""

@@ -91,14 +91,9 @@ class _Histogram:
 
 
 class ReplicaMetrics:
-    """The metrics of a replica. `registry` renders them."""
+    """The metrics of a replica. `registry` renders them. `cache` has the labels of `vllm:cache_config_info`."""
 
     def __init__(self, model: str, max_loras: int, cache: dict[str, str], nixl: bool = False) -> None:
-        """
-        Args:
-            cache: The labels of `vllm:cache_config_info`.
-            nixl: Whether to add the families of the NIXL connector.
-        """
         self.registry = CollectorRegistry(auto_describe=True)
         self.requests: Counter[tuple[str, str, str]] = Counter()
         self.rejections = 0
