@@ -184,10 +184,8 @@ def _labels(text: bytes) -> dict[str, str]:
     found, at = {}, 0
     while match := _LABEL.match(text, at):
         name, value = match[1].decode(), match[2].decode("utf-8", "replace")
-        found[name] = _ESCAPE.sub(_unescape, value) if "\\" in value else value
+        if "\\" in value:
+            value = _ESCAPE.sub(lambda escape: "\n" if escape[1] == "n" else escape[1], value)
+        found[name] = value
         at = match.end()
     return found
-
-
-def _unescape(match: re.Match[str]) -> str:
-    return "\n" if match[1] == "n" else match[1]

@@ -69,8 +69,8 @@ class SpanTree:
             is_last = attempt is ended.last
             spans.append(
                 made.span(
-                    _attempt_name(ended), SpanKind.CLIENT, attempt.span_id, request, attempt.granted_s,
-                    ended_s if attempt.ended_s is None else attempt.ended_s,
+                    f"{_operation(ended.path)} {ended.model}", SpanKind.CLIENT, attempt.span_id, request,
+                    attempt.granted_s, ended_s if attempt.ended_s is None else attempt.ended_s,
                     _attempt_attributes(ended, attempt, number, is_last=is_last), error=_attempt_error(attempt),
                     events=list(_events(attempt, retried=not is_last and attempt.verdict is not Verdict.SERVED)),
                 )
@@ -158,10 +158,6 @@ def _context(trace_id: str, span_id: str, *, is_remote: bool) -> SpanContext:
 def _operation(path: str) -> str:
     """Returns `gen_ai.operation.name`. For a path unknown to the conventions, this is the last part of the path."""
     return OPERATIONS.get(path) or path.rpartition("/")[2]
-
-
-def _attempt_name(ended: RequestExit) -> str:
-    return f"{_operation(ended.path)} {ended.model}"
 
 
 def _queue_attributes(ended: RequestExit, attempt: Attempt) -> dict[str, Any]:

@@ -141,7 +141,7 @@ def shown(pool: str, need: Need, states: Mapping[str, int], *, named: bool) -> d
         "replica": None
         if capacity is None
         else {
-            "requests_per_s": _finite(capacity.requests_per_s),
+            "requests_per_s": round(capacity.requests_per_s, 4) if isfinite(capacity.requests_per_s) else None,
             "seats": round(capacity.seats, 1),
             "request_s": round(capacity.request_s, 6),
         },
@@ -155,7 +155,3 @@ def shown(pool: str, need: Need, states: Mapping[str, int], *, named: bool) -> d
             name: {"desired": one.desired, "need": round(one.need, 3), "up": one.up} for name, one in need.roles.items()
         },
     }
-
-
-def _finite(value: float) -> float | None:
-    return round(value, 4) if isfinite(value) else None
