@@ -281,7 +281,7 @@ class Config(Section):
         problems += bands_in(scheduling.min_shares, "min_shares", info.data["bands"])[1]
         promised = fsum(scheduling.min_shares.values())
         if promised >= 1:
-            reason = f"add up to {promised:g}: they must leave something to priority, hence stay below 1"
+            reason = f"add up to {promised:g}; the sum must be below 1"
             problems.append((("min_shares",), reason))
         report(problems)
         return scheduling
@@ -318,7 +318,7 @@ class Config(Section):
             reason = "would send the keys of this proxy to every backend; set backend_api_key for the backends"
             report([(("forward_credentials",), reason)])
         if self.cluster.listen is not None and self.shared_limits.store is not None:
-            reason = "is of no use beside cluster.listen: limits already hold for all members together; leave it out"
+            reason = "has no effect beside cluster.listen: limits already hold for all members together; leave it out"
             report([(("shared_limits", "store"), reason)])
         return self
 

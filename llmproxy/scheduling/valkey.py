@@ -37,7 +37,7 @@ class ValkeyServer:
         try:
             return await self.client.eval(script, len(keys), *keys, *given)
         except (self._failed, OSError) as error:
-            raise StoreError(f"{self._shown} cannot be asked: {error}") from None
+            raise StoreError(f"a request to {self._shown} failed: {error}") from None
 
     async def close(self) -> None:
         await self.client.aclose()

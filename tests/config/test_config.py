@@ -48,7 +48,7 @@ OTHER = hash_of("second")
         ("scheduling:\n  min_shares: {batch: 0.1}", ":2: scheduling.min_shares.batch: 'batch' is no band; known:"),
         (
             "scheduling:\n  min_shares: {0: 0.5, -100: 0.5}",
-            ":2: scheduling.min_shares: add up to 1: they must leave something to priority",
+            ":2: scheduling.min_shares: add up to 1; the sum must be below 1",
         ),
         ("scheduling:\n  min_shares: {default: 0.1, 0: 0.1}", "scheduling.min_shares.0: is the same band as 'default'"),
         ("queue:\n  max_wait_s: -1", ":2: queue.max_wait_s: should be greater than 0, not -1"),

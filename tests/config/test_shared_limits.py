@@ -42,7 +42,7 @@ def test_problem_names_the_key(write: Any, text: str, message: str) -> None:
 
 def test_members_of_a_cluster_share_limits_already(write: Any) -> None:
     text = f"cluster: {{listen: '127.0.0.1:8090'}}\nshared_limits: {{{STORE}}}"
-    assert ":2: shared_limits.store: is of no use beside cluster.listen" in problem(write, text)
+    assert ":2: shared_limits.store: has no effect beside cluster.listen" in problem(write, text)
 
 
 @pytest.mark.parametrize(("on_failure", "proxies"), [("closed", None), ("1/2", 2), ("1/10", 10), ("1/999999", 999_999)])

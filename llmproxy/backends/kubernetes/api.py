@@ -61,7 +61,9 @@ class KubernetesApi:
                 begun = True
                 yield answer.content
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise ApiError(f"the API server {server} cannot be asked: {str(error) or repr(error)}", cut=begun) from None
+            raise ApiError(
+                f"a request to the API server {server} failed: {str(error) or repr(error)}", cut=begun
+            ) from None
 
     async def send(self, method: str, path: str, content: object = None) -> Any:
         """Returns the JSON of a response. Raises ApiError, also for an error status."""
@@ -79,7 +81,7 @@ class KubernetesApi:
                     raise ApiError(f"{method} {path} answered {answer.status}", answer.status)
                 return await answer.json(content_type=None)
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            raise ApiError(f"the API server {server} cannot be asked: {str(error) or repr(error)}") from None
+            raise ApiError(f"a request to the API server {server} failed: {str(error) or repr(error)}") from None
 
     def _server(self) -> str:
         if self._url is not None:

@@ -100,9 +100,7 @@ class KubernetesSource:
             else:
                 pool = self._the_pool()
                 if pool is None and self._pool.refused:
-                    raise SourceFailedError(
-                        f"the InferencePool makes no sense: {next(iter(self._pool.refused.values()))}"
-                    )
+                    raise SourceFailedError(f"the InferencePool is invalid: {next(iter(self._pool.refused.values()))}")
                 found = pool_backends(self._place, pool, pods, refused.__setitem__) if pool is not None else []
         except UnclearPortError as error:
             raise SourceFailedError(str(error)) from None

@@ -115,7 +115,7 @@ class Watched(Generic[T]):
             except (msgspec.MsgspecError, RecursionError) as error:
                 # Later events refer to objects that could not be read, so the collection is listed again.
                 self._version = None
-                self._set_trouble(f"{self._path} makes no sense: {error}")
+                self._set_trouble(f"{self._path} cannot be read: {error}")
             await asyncio.sleep(self._pause_s * random.uniform(0.5, 1.0))
             self._pause_s = min(2 * self._pause_s, PAUSE_MAX_S)
 

@@ -131,7 +131,7 @@ def nothing_at(path: str) -> Failure:
     message = f"There is nothing at {path[:200]}."
     for similar in (f"/v1{path}", path.removeprefix("/v1")):
         if similar != path and (similar in SCHEDULED or similar == MODELS):
-            message = f"There is nothing at {path}; {similar} is what you may mean."
+            message = f"There is nothing at {path}. Did you mean {similar}?"
     return Failure(Outcome.BAD_REQUEST, message, status=404)
 
 

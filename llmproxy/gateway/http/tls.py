@@ -103,7 +103,7 @@ class ClientTls:
         except OSError as error:
             in_one = "its key in the same file, as tls.key names none,"
             key = in_one if self._key is None else f"the key {self._key}"
-            raise _Unusable("cert", f"{self._cert} with {key} is of no use: {_reason(error)}") from None
+            raise _Unusable("cert", f"{self._cert} with {key} cannot be used: {_reason(error)}") from None
         if self._client_ca is not None:
             try:
                 context.load_verify_locations(self._client_ca)

@@ -157,7 +157,7 @@ class Timed(Struct, eq=False, kw_only=True):
         elif cause is Cause.STALLED:
             phrase = f"was silent for {limits.stall_s:g} s in mid-stream (timeouts.stall_s)"
         elif self.first_byte_s < limits.first_byte_s:
-            phrase = f"did not compute the prompt within {self.first_byte_s:.0f} s, long after it should have"
+            phrase = f"did not compute the prompt within {self.first_byte_s:.0f} s, much longer than predicted"
         else:
             phrase = f"sent no first byte within {limits.first_byte_s:g} s (timeouts.first_byte_s)"
         return f"The backend {phrase}."

@@ -362,7 +362,7 @@ class Relay:
             return
         if reported is not None:
             attempt.detail += (
-                f"the backend's usage is not believed: {reported.prompt_tokens} prompt, {reported.output_tokens} output"
+                f"the backend's usage is impossible: {reported.prompt_tokens} prompt, {reported.output_tokens} output"
                 f" tokens, but {most.prompt_tokens} and {most.output_tokens} are the maximum"
             )
         if call.answer is not None:

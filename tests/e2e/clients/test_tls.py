@@ -218,9 +218,9 @@ async def test_connections_count_before_their_handshake_is_over(files: Files, tr
     [
         (
             {"cert": "absent.pem"},
-            "tls.cert: absent.pem with its key in the same file, as tls.key names none, is of no use: No such file",
+            "tls.cert: absent.pem with its key in the same file, as tls.key names none, cannot be used: No such file",
         ),
-        ({"cert": __file__}, "is of no use: "),
+        ({"cert": __file__}, "cannot be used: "),
         ({"key": "key.pem"}, "tls.cert: is missing"),
         ({"client_ca": "ca.pem"}, "tls.cert: is missing"),
     ],

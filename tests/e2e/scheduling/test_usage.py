@@ -86,7 +86,7 @@ async def test_usage_that_is_not_believed_is_logged(monkeypatch: pytest.MonkeyPa
         (request_exit,) = ended
         assert request_exit.last.prompt_tokens is None
         assert request_exit.error is not None
-        assert "the backend's usage is not believed: 1000000000000000 prompt" in request_exit.error
+        assert "the backend's usage is impossible: 1000000000000000 prompt" in request_exit.error
 
 
 ECHOES: Mapping[str, str] = {

@@ -11,10 +11,10 @@ from llmproxy.gateway.http.errors import STATUS, Failure, nothing_at
 @pytest.mark.parametrize(
     ("asked", "hint"),
     [
-        ("/chat/completions", "; /v1/chat/completions is what you may mean."),
-        ("/v1/v1/messages", "; /v1/messages is what you may mean."),
-        ("/models", "; /v1/models is what you may mean."),
-        ("/v1/classify", "; /classify is what you may mean."),
+        ("/chat/completions", ". Did you mean /v1/chat/completions?"),
+        ("/v1/v1/messages", ". Did you mean /v1/messages?"),
+        ("/models", ". Did you mean /v1/models?"),
+        ("/v1/classify", ". Did you mean /classify?"),
         *((path, ".") for path in ("/", "/v1", "/v1/metrics", "/v1/debug/queue", "/v1/chat", "/sleep")),
     ],
 )

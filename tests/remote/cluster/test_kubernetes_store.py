@@ -215,7 +215,7 @@ async def test_an_api_server_that_is_away_is_an_error(locks: list[KubernetesLock
     api.refuses = 503
     assert "503" in await refused(locks[0].take(wanted("a"), LOCK_S))
     nowhere = KubernetesLock("http://127.0.0.1:1", NAME)
-    assert "cannot be asked" in await refused(nowhere.take(wanted("a"), LOCK_S))
+    assert "a request to the API server" in await refused(nowhere.take(wanted("a"), LOCK_S))
     await nowhere.close()
 
 

@@ -19,13 +19,13 @@ from tests.scheduling.shared.memory import ACME, LIMITS, TOKENS, MemoryStore, ad
 @virtual
 async def test_closed_refuses_while_the_store_is_away(capsys: pytest.CaptureFixture[str]) -> None:
     store = MemoryStore()
-    store.broken = StoreError("valkey:6379 cannot be asked: no")
+    store.broken = StoreError("a request to valkey:6379 failed: no")
     async with sharing(store) as shared:
         for _ in range(2):
             refused = await refusal_of(served(shared, theirs()))
             assert refused.outcome is Outcome.REJECTED_LIMITS_UNAVAILABLE
             assert refused.retry_after_s == RETRY_S
-        assert shared.away == "valkey:6379 cannot be asked: no"
+        assert shared.away == "a request to valkey:6379 failed: no"
         await served(shared, request())
         await asyncio.sleep(10 * RETRY_S)
         store.broken = None

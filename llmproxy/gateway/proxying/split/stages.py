@@ -31,7 +31,7 @@ _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 _HINTS = {
     Split.NO_PARAMETERS: "start it with --kv-transfer-config, or give it the role both",
     Split.BAD_PARAMETERS: "all backends of a pool should run the same version of the engine and of its KV connector",
-    Split.LATE: "the other backends had no room for so long; if engines keep prompts longer, raise kv_lease_s",
+    Split.LATE: "add decode backends, or raise kv_lease_s if the engines keep prompts longer",
     Split.UNREACHABLE: "set VLLM_NIXL_SIDE_CHANNEL_HOST of that engine to an address that other machines reach",
     Split.TRANSFER_FAILED: "see the log of that engine, and whether it reaches the side channel of the other one",
 }
