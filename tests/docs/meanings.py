@@ -19,7 +19,7 @@ METRICS = {
     "llmproxy_inter_chunk_seconds": "Streams of two chunks or more, two observations each: the mean wait between chunks (`gap` is `mean`) and the longest (`max`).",
     "llmproxy_request_seconds": "Completed requests: from the arrival to the last byte.",
     "llmproxy_tokens_total": "Tokens as the engines counted them. `cached` is the part of `input` from a prefix cache.",
-    "llmproxy_prefix_tokens_total": "Prompt tokens that the placement `expected` in the cache, that the engine found `cached`, and the lesser of the two for each request (`both`). Engines must report cached tokens (`--enable-prompt-tokens-details` of vLLM).",
+    "llmproxy_prefix_tokens_total": "Prompt tokens that the placement `expected` in the cache, that the engine found `cached`, and the lesser of the two for each request (`both`): `both / expected` is the part of the expected tokens that was cached. Engines must report cached tokens (`--enable-prompt-tokens-details` of vLLM).",
     "llmproxy_spans_lost_total": "Spans lost to a slow or absent receiver.",
     "llmproxy_tenant_requests_total": "Ended requests of tenants, by outcome.",
     "llmproxy_tenant_tokens_total": "Tokens of tenants, as in `llmproxy_tokens_total`.",
