@@ -24,8 +24,12 @@ from tests.faults.scenes import SCENES, perform
 PAGE = ROOT / "docs" / "reference" / "faults.md"
 TEXT_MAX = 110
 STAGES = """\
-The faulty replica has one stage of a [split request](../how-to/disaggregation.md), and the other replicas are healthy.
-With a faulty prefill replica, clients always got 200. *Mode* is the label in `llmproxy_disaggregation_total`."""
+In these runs, the faulty replica has one stage of a [split request](../how-to/disaggregation.md), and the other
+replicas are healthy. With a faulty prefill replica, clients always got 200. *Mode* is the label in
+`llmproxy_disaggregation_total`."""
+FLEETS = """\
+These fleets have two replicas unless the row says otherwise. Each request has a line in the log, and the table counts
+these lines by outcome."""
 
 
 def client_saw(received: Received, seen: Seen) -> str:
@@ -124,7 +128,7 @@ async def page() -> str:
         "",
         "## Fleets",
         "",
-        "There are two replicas unless the row says otherwise. Each request has a line in the log, counted by outcome.",
+        FLEETS,
         "",
     ]
     lines += ["| when… | clients saw | replicas saw | log said |", "| --- " * 4 + "|"]
