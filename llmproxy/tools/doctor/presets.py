@@ -48,8 +48,8 @@ PRESETS: Mapping[str, Preset] = {
             Setting(
                 "queue.max_wait_s",
                 3_600.0,
-                "An hour. After an update of 90 s, 17 % of the requests are refused with the default of 60 s. The price:"
-                " what waited comes late, 51 % of the requests are answered in time, and 57 % with the defaults.",
+                "An hour. After an update of 90 s, 17 % of the requests are refused with the default of 60 s. Late"
+                " answers are the price: 51 % of all come in time, and 57 % with the defaults.",
             ),
             Setting(
                 "queue.no_backend_wait_s",
