@@ -124,11 +124,9 @@ class Settings:
     ordering: str
     placement: str
     fairness_cost: str  # The resource that fairness policies share out.
-    # Band -> backend saturation (0..1] at which it waits. A band without a ceiling has the ceiling of the next lower
-    # band.
+    # Band -> saturation (0..1] at which it waits. A band without a ceiling has the ceiling of the next lower.
     ceilings: Mapping[int, float]
-    # Time after the last request of a higher band for which lower bands leave the room above their ceiling free. See
-    # `core.queueing.headroom`.
+    # Time after the last request of a higher band for which lower bands keep to their ceilings (see `Headroom`).
     headroom_s: float
     min_shares: Mapping[int, float]  # Band -> guaranteed share (0..1) of the work.
     input_weight: float

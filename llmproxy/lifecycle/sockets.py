@@ -152,8 +152,7 @@ def _created(family: int, address: tuple[Any, ...], acceptors: int) -> Iterator[
         socket.create_server, family=family, dualstack_ipv6=address[0] == "::" and socket.has_dualstack_ipv6()
     )
     if acceptors > 1:
-        # With SO_REUSEPORT, this port could be shared with another program of the same user, so first check that the
-        # port is free.
+        # First check that no program of the same user has this port, which SO_REUSEPORT would share.
         create(address).close()
     for _ in range(acceptors):
         yield (one := create(address, reuse_port=acceptors > 1))

@@ -70,8 +70,7 @@ async def run_attempts(
     while True:
         now = clock()
         if entry is not AdmissionKind.NEW:
-            # Only time in the waiting room counts as waiting: not time on a backend, nor on hold while no backend is
-            # up.
+            # Only time in the waiting room counts: not time on a backend, nor on hold while none is up.
             request = structs.replace(request, deadline_s=now + max(left_s, RETRY_WAIT_MIN_S))
         routing.queued_s = now
         try:

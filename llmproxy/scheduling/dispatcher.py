@@ -106,8 +106,7 @@ class Dispatcher:
         granted: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
         self._waiting[request.id] = request, granted
         if len(self._waiting) == 1 and not self._scheduled:
-            # No other request waits. Waiting for the next turn of the loop would add a millisecond to each first token
-            # of a busy proxy.
+            # No other request waits. The next turn of a busy loop would delay the first token by a millisecond.
             self._decide()
         else:
             self._decide_soon()

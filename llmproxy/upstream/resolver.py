@@ -201,8 +201,7 @@ async def ask_system(host: str) -> Sequence[Address]:
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(resolve, found, failed)
 
-    # Not a thread of the loop's pool: the process would wait for it at its end, and slow look-ups would use up the
-    # pool.
+    # Not a thread of the loop's pool: slow look-ups would use up the pool, and delay the end of the process.
     try:
         threading.Thread(target=ask, name=f"look up {host}", daemon=True).start()
     except RuntimeError as error:

@@ -53,8 +53,7 @@ class InFlight(Struct, eq=False):
     # `BackendLoad.worked_s` at the first token of a stream, or at `began_s` of a non-streamed answer.
     begun_at_work_s: float = 0.0
     rations_at: float = 0.0  # The objective of the stream in tokens per second; 0 without an objective that can be met.
-    # Prompt tokens to fetch from the prefill backend; None after the transfer failed, because the times then teach
-    # nothing about the predictions.
+    # Prompt tokens to fetch from the prefill backend; None after a failed transfer, which teaches nothing.
     fetched_tokens: int | None = 0
     began_s: float | None = None  # When a non-streamed answer got its place in the batch; None before.
     ahead_tokens: float = 0.0  # Weighted tokens of the prompts to compute at `began_s`, up to and including its own.

@@ -49,8 +49,7 @@ class WaitingRoom:
         # Band -> (time, reason) of the last decision that made the band wait.
         self._wait_reasons: dict[int, tuple[float, WaitReason]] = {}
         self.bands = _Bands(self.make_band)  # Priority level -> band, created at the first use.
-        # Band -> its requests, the newest first and the rests of streams last, for shedding. Requests are sorted only
-        # when one must be shed.
+        # For shedding: band -> its requests, the newest first, rests of streams last. Sorted only when needed.
         self._newest: dict[int, LazyHeap[float, Queued]] = {}
         self._unsorted: list[Queued] = []
         self.blocked = BlockedRequests()

@@ -231,8 +231,7 @@ class Mix:
         found = self.sizes.get(size)
         if found is not None and found.seen >= SEEN_MIN:
             return found
-        # The prompt tokens of a request are estimated at its arrival and counted at its end, and may fall into
-        # neighbouring size classes.
+        # Prompts are estimated at arrival and counted at the end, which may be in neighbouring classes.
         seen = [known for known, one in self.sizes.items() if one.seen >= SEEN_MIN] or self.sizes
         nearest = min(seen, key=lambda known: abs(known - size), default=None)
         if nearest is None:
