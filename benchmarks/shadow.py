@@ -31,13 +31,16 @@ from benchmarks.peers.competitors import Site, found_peers
 from benchmarks.table import Table
 from llmproxy.config.value_types import hash_of
 
-POLICY, BATCH = "power_of_two", 8
+POLICY = "power_of_two"
+REPLICA = ("--model", "sim", "--max-num-seqs", "8", "--speed", "0.5")
 OBJECTIVE_S = 1.0
 """The laboratory's objective for short prompts."""
 TENANTS = {"chat": ("critical", Work(tokens=range(64, 193), words=100)), "batch": ("sheddable", Work(words=600))}
 VARIES = re.compile(rb'(?im)^(?:date|x-request-id): .*$|"(?:id|created)":(?:"[^"]*"|\d+)|chatcmpl-\w+|cmpl-\w+')
 BORDERS = re.compile(rb"(?:^|\r\n)[0-9a-f]+\r\n(?=data: |\{|\r\n)|\r\n(?=data: |0\r\n)")
 TIMEOUT_S, QUIET_S = 3.0, 1.0
+ENDS = {"shadow": signal.SIGINT, "nginx": signal.SIGTERM}
+"""Signals for processes that end others, or write at their end."""
 
 
 def asked(body: bytes, *fields: str, path: str = "/v1/chat/completions", method: str = "POST") -> bytes:
@@ -85,26 +88,30 @@ class Rig:
 
     async def stop(self, *names: str) -> None:
         for name in names:
-            await self.processes.pop(name).stop(signal.SIGINT if name == "shadow" else signal.SIGKILL)
+            await self.processes.pop(name).stop(ENDS.get(name, signal.SIGKILL))
 
     async def start_replicas(self) -> None:
         for number, url in enumerate(self.replicas):
-            flags = ("--model", "sim", "--max-num-seqs", str(BATCH))
             log = self.folder / f"replica-{number}.log"
-            self.processes[f"replica-{number}"] = await start_replica(url, flags, log)
+            self.processes[f"replica-{number}"] = await start_replica(url, REPLICA, log)
         await up(*self.replicas)
 
     async def start_router(self, venvs: Sequence[Path]) -> None:
-        peers, _ = found_peers(venvs)
-        peer = next(one for one in peers if one.name == "vllm-router")
-        site = Site(self.folder, int(port_in(self.router)), int(port_in(free_url())), tuple(self.replicas), 1)
-        log = self.folder / "router.log"
+        await self.start_peer("vllm-router", self.router, self.replicas, venvs)
+
+    async def start_peer(self, name: str, url: str, backends: Sequence[str], venvs: Sequence[Path] = ()) -> None:
+        peers, missing = found_peers(venvs)
+        if name in missing:
+            raise SystemExit(f"{name} is not installed: see --peers-venv")
+        peer = next(one for one in peers if one.name == name)
+        site = Site(self.folder, int(port_in(url)), int(port_in(free_url())), tuple(backends), 1)
+        log = self.folder / f"{name}.log"
         with log.open("wb") as output:
             child = await asyncio.create_subprocess_exec(
                 *peer.launch(site).argv, stdout=output, stderr=output, start_new_session=True
             )
-        self.processes["router"] = Process(child, log)
-        await up(self.router)
+        self.processes[name] = Process(child, log)
+        await up(url)
 
     async def start_shadow(self, out: Path) -> None:
         flags = ["--listen", f"127.0.0.1:{port_in(self.shadow)}", "--to", self.router, "--config", str(self.config)]
@@ -193,7 +200,7 @@ async def faults(at: Rig, venvs: Sequence[Path]) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(port_in(url)))
         writer.write(LONG)
         before = len(await reader.readexactly(20_000))
-        at.processes["router"].child.send_signal(do)
+        at.processes["vllm-router"].child.send_signal(do)
         got, ended = 0, "open"
         try:
             async with asyncio.timeout(TIMEOUT_S):
@@ -202,7 +209,7 @@ async def faults(at: Rig, venvs: Sequence[Path]) -> None:
                 ended = "closed"
         except TimeoutError:
             if again is not None:
-                at.processes["router"].child.send_signal(again)
+                at.processes["vllm-router"].child.send_signal(again)
                 async with asyncio.timeout(30.0):
                     while not (piece := await reader.read(1 << 16)).endswith(b"0\r\n\r\n"):
                         got += len(piece)
@@ -221,7 +228,7 @@ async def faults(at: Rig, venvs: Sequence[Path]) -> None:
             if again is None:
                 gone, ended = await said(at.shadow, [asked(chat())])
                 table.row("then a new request", "shadow", 0, gone.partition(b"\r\n")[0].decode(), ended)
-                await at.stop("router")
+                await at.stop("vllm-router")
                 await at.start_router(venvs)
 
 
@@ -229,12 +236,17 @@ async def faults(at: Rig, venvs: Sequence[Path]) -> None:
 
 
 async def added_time(at: Rig, count: int) -> None:
-    table = Table("request", "router alone, ms", "through the shadow, ms", "difference, ms", "ratio")
+    """Compares pairs of requests. nginx as another hop is the control, because each hop costs a wait for a core."""
+    nginx = free_url()
+    await at.start_peer("nginx", nginx, [at.router])
+    table = Table("request", "hop", "router alone, ms", "with the hop, ms", "difference, ms", "ratio", texts=2)
+    hops = {"shadow": at.shadow, "nginx": nginx}
+    order = [at.router, *hops.values()]
     async with aiohttp.ClientSession() as session:
         for name, body in (("JSON, 1 token", chat(max_tokens=1)), ("stream, 8 tokens", chat(stream=True))):
-            taken: dict[str, list[float]] = {at.router: [], at.shadow: []}
+            taken: dict[str, list[float]] = {url: [] for url in order}
             for number in range(count + 20):
-                for url in (at.router, at.shadow) if number % 2 else (at.shadow, at.router):
+                for url in order if number % 2 else reversed(order):
                     began_s = time.perf_counter()
                     async with session.post(
                         url + "/v1/chat/completions", data=body, headers={"content-type": "application/json"}
@@ -242,11 +254,13 @@ async def added_time(at: Rig, count: int) -> None:
                         await answer.read()
                     if number >= 20:
                         taken[url].append(1e3 * (time.perf_counter() - began_s))
-            pairs = list(zip(taken[at.router], taken[at.shadow], strict=True))
-            alone, through = (median(values) for values in taken.values())
-            difference = median(one - other for other, one in pairs)
-            ratio = median(one / other for other, one in pairs)
-            table.row(name, f"{alone:.2f}", f"{through:.2f}", f"{difference:.2f}", f"{ratio:.3f}")
+            for hop, url in hops.items():
+                pairs = list(zip(taken[at.router], taken[url], strict=True))
+                difference = median(one - other for other, one in pairs)
+                ratio = median(one / other for other, one in pairs)
+                alone, through = median(taken[at.router]), median(taken[url])
+                table.row(name, hop, f"{alone:.2f}", f"{through:.2f}", f"{difference:.2f}", f"{ratio:.3f}")
+    await at.stop("nginx")
 
 
 # --- the prediction ---------------------------------------------------------------------------------------------------
@@ -338,7 +352,7 @@ async def main() -> None:
         if "prediction" in parts:
             names = "requests", "in time", "TTFT p50, s", "p95, s", "wait p95, s"
             table = Table("load", "tenant", "", *names, texts=3)
-            for rate in options.rate or (10.0, 18.0):
+            for rate in options.rate or (5.0, 9.0):
                 await prediction(at, table, rate, options.seconds)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 import yaml
@@ -175,42 +175,41 @@ def _measured(records: Sequence[Record], fleet: SimulatedFleet, prefill_scale: f
 # --- the speed of the engines -----------------------------------------------------------------------------------------
 
 
+class _Speed(NamedTuple):
+    """The speed of engines: a known profile, with factors on all times and on prompts, and seconds before an engine."""
+
+    profile: str
+    scale: float
+    prefill: float = 1.0
+    late_s: float = 0.0
+
+
 def _fitted(
     facts: Sequence[Mapping[str, Any]], taken: _Taken, policy: str, workers: int | None
 ) -> tuple[SimulatedFleet, float]:
     """Returns the fleet whose simulated times under `policy` are nearest to the measured times, and its prefill
     scale. Raises Unusable.
     """
-    measured = _measured(taken.records[:FIT_REQUESTS], _fleet(facts, "llama-8b-h100", 1.0), 1.0)
-    if not measured.tpot_s.p50 or not measured.ttft_s.p50:
+    measured = _measured(taken.records[:FIT_REQUESTS], _fleet(facts, _Speed("llama-8b-h100", 1.0)), 1.0)
+    tpot_s, ttft_s = measured.tpot_s.p50, measured.ttft_s.p50
+    if not tpot_s or not ttft_s:
         raise Unusable("the record has no stream that was completed, so that the speed of the engines is unknown")
-    results: dict[tuple[str, float, float], RunResult] = {}
+    results: dict[_Speed, RunResult] = {}
 
-    def simulate(tried: Sequence[tuple[str, float, float]]) -> None:
-        tasks = [
-            (
-                replace(taken.simulation, fleet=_fleet(facts, name, scale), requests=FIT_REQUESTS),
-                Point(policy, 1, 1.0, prefill),
-            )
-            for name, scale, prefill in tried
-        ]
+    def simulate(tried: Sequence[_Speed]) -> list[_Speed]:
+        """Returns all speeds so far, the nearest first."""
+        part = replace(taken.simulation, requests=FIT_REQUESTS)
+        tasks = [(replace(part, fleet=_fleet(facts, speed)), Point(policy, 1, 1.0, speed.prefill)) for speed in tried]
         results.update((tried[index], finished.run) for index, finished in run_all(tasks, workers))
+        return sorted(results, key=lambda speed: _error(measured, results[speed]))
 
-    simulate([(name, _step_ratio(taken, len(facts), profile), 1.0) for name, profile in PROFILES.items()])
-    near = sorted(results, key=lambda one: _error(measured, results[one]))[:FITS]
-    simulate(
-        [
-            (
-                name,
-                scale * measured.tpot_s.p50 / (results[name, scale, fill].tpot_s.p50 or measured.tpot_s.p50),
-                prefill,
-            )
-            for name, scale, fill in near
-            for prefill in PREFILL_SCALES
-        ]
-    )
-    name, scale, prefill = min(results, key=lambda one: _error(measured, results[one]))
-    return _fleet(facts, name, scale), prefill
+    near = simulate([_Speed(name, _step_ratio(taken, len(facts), profile)) for name, profile in PROFILES.items()])
+    scaled = [one._replace(scale=one.scale * tpot_s / (results[one].tpot_s.p50 or tpot_s)) for one in near[:FITS]]
+    near = simulate([one._replace(prefill=prefill) for one in scaled for prefill in PREFILL_SCALES])
+    # HTTP and tokenising take as long as is missing to the first token.
+    late = [one._replace(late_s=ttft_s - (results[one].ttft_s.p50 or ttft_s)) for one in near[:FITS]]
+    speed = simulate(late)[0]
+    return _fleet(facts, speed), speed.prefill
 
 
 def _step_ratio(taken: _Taken, replicas: int, profile: Profile) -> float:
@@ -232,20 +231,20 @@ def _error(measured: RunResult, simulated: RunResult) -> float:
     return sum(abs(math.log(one / other)) if one and other else 1.0 for one, other in pairs)
 
 
-def _fleet(facts: Sequence[Mapping[str, Any]], profile_name: str, scale: float) -> SimulatedFleet:
-    profile = _slower(PROFILES[profile_name], scale)
+def _fleet(facts: Sequence[Mapping[str, Any]], speed: _Speed) -> SimulatedFleet:
+    profile = _slower(PROFILES[speed.profile], speed)
     specs = []
     for fact in facts:
         kv_tokens = fact["kv_tokens"] or profile.kv_tokens
         limit = fact["batch_limit"] or fact["batch_seen"] or MAX_NUM_SEQS
         longest = min(fact["max_model_len"] or kv_tokens, kv_tokens - 16)
-        specs.append(ReplicaSpec(fact["name"], profile_name, profile, kv_tokens, longest, limit))
-    return SimulatedFleet(f"{len(specs)} replicas like {profile_name}, steps x{scale:.2f}", tuple(specs))
+        specs.append(ReplicaSpec(fact["name"], speed.profile, profile, kv_tokens, longest, limit))
+    return SimulatedFleet(f"{len(specs)} replicas like {speed.profile}, steps x{speed.scale:.2f}", tuple(specs))
 
 
-def _slower(profile: Profile, scale: float) -> Profile:
+def _slower(profile: Profile, speed: _Speed) -> Profile:
     def slower(pair: tuple[float, float]) -> tuple[float, float]:
-        return scale * pair[0], scale * pair[1]
+        return speed.scale * pair[0], speed.scale * pair[1]
 
     return replace(
         profile,
@@ -253,8 +252,8 @@ def _slower(profile: Profile, scale: float) -> Profile:
         large_ms=slower(profile.large_ms),
         decode_ms=slower(profile.decode_ms),
         prefill_ms=slower(profile.prefill_ms),
-        overhead_ms=scale * profile.overhead_ms,
-        frontend_s=scale * profile.frontend_s,
+        overhead_ms=speed.scale * profile.overhead_ms,
+        frontend_s=max(0.0, profile.frontend_s + speed.late_s),
     )
 
 
