@@ -277,8 +277,7 @@ async def load(url: str, rate: float, seconds: float) -> dict[str, list[Seen]]:
             clients.poisson(rate / len(TENANTS), lambda: url)
             found[name] = clients
         await asyncio.sleep(seconds)
-        for clients in found.values():
-            await clients.ended()
+        await asyncio.gather(*(clients.ended() for clients in found.values()))
         return {name: clients.seen for name, clients in found.items()}
 
 
@@ -324,7 +323,8 @@ async def prediction(at: Rig, table: Table, rate: float, seconds: float) -> None
         }
         for name, (share, p50_s, p95_s, wait_s) in rows.items():
             shown = [f"{value:.2f}" if value is not None and value < 1e6 else "" for value in (p50_s, p95_s, wait_s)]
-            table.row(f"{rate:g}/s", tenant, name, len(before[tenant]), f"{share or 0.0:.1%}", *shown)
+            count = len((after if "after" in name else before)[tenant])
+            table.row(f"{rate:g}/s", tenant, name, count, f"{share or 0.0:.1%}", *shown)
     await at.start_replicas()
 
 
