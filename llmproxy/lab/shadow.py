@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -35,6 +35,7 @@ from llmproxy.lab.variants import resized
 from llmproxy.tools.shadow.command import REPLICAS, REQUESTS
 
 MEASURED = "measured"
+WHO = (MEASURED, "your router, simulated", "llmproxy, simulated")
 FIT_REQUESTS = 500
 REQUESTS_MAX = 20_000
 """The most requests of a record that are simulated: the last ones."""
@@ -97,7 +98,6 @@ def predict(folder: Path, config: Config, policy: str, workers: int | None = Non
     after = after.model_copy(update={"policy": f"llmproxy ({own}), simulated"})
     result = SimulationResult(runs=[measured, before, after], config=_description(folder, fleet, taken, facts))
     sizes = sizes_of([("llmproxy", run) for run in sized])
-    groups = _groups(measured, before, after)
     print_tables(result, console)
     print_sizes(sizes, NOTHING_WANTED, console)
 
@@ -108,7 +108,7 @@ def predict(folder: Path, config: Config, policy: str, workers: int | None = Non
 
     advice = ExtraTable("Replicas", ("llmproxy",), [[one.advice(NOTHING_WANTED)] for one in sizes])
     cannot = ExtraTable("This prediction cannot know", ("", ""), CANNOT_KNOW)
-    tables = (*groups, _balance(facts, before, after), advice, cannot)
+    tables = (*_groups((measured, before, after)), _balance(facts, (before, after)), advice, cannot)
     try:
         (folder / "fleet.yaml").write_text(_fleet_file(fleet))
         (folder / "result.json").write_bytes(to_bytes(result))
@@ -273,48 +273,47 @@ def _fleet_file(fleet: SimulatedFleet) -> str:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def _groups(measured: RunResult, before: RunResult, after: RunResult) -> Iterator[ExtraTable]:
-    for title, key in (("By band", "by_band"), ("By tenant", "by_tenant")):
-        runs = [getattr(run, key) for run in (measured, before, after)]
-        heads = ("", "requests", "in time: measured", "your router", "llmproxy", "TTFT p95, s: measured", "your router",
-                 "llmproxy", "wait p95, s: llmproxy", "TPOT p50, ms: measured", "llmproxy")  # fmt: skip
-        yield ExtraTable(title, heads, [_group(name, [run.get(name) for run in runs]) for name in runs[0]])
+def _groups(runs: Sequence[RunResult]) -> Iterator[ExtraTable]:
+    heads = ("", "", "requests", "in time", "TTFT p50, s", "TTFT p95, s", "TPOT p50, ms", "wait p95, s")
+    for title, by in (("By band", "by_band"), ("By tenant", "by_tenant")):
+        groups: list[Mapping[str, GroupResult]] = [getattr(run, by) for run in runs]
+        rows = [
+            (
+                name, who, f"{one.offered:,}", _shown("{:.1%}".format, one.goodput), _shown(seconds, one.ttft_s.p50),
+                _shown(seconds, one.ttft_s.p95), _shown(milliseconds, one.tpot_s.p50),
+                _shown(seconds, one.queue_wait_s.p95),
+            )
+            for name in groups[0]
+            for who, group in zip(WHO, groups, strict=True)
+            if (one := group.get(name)) is not None
+        ]  # fmt: skip
+        yield ExtraTable(title, heads, rows)
 
 
-def _group(name: str, found: Sequence[GroupResult | None]) -> list[str]:
-    def cells(write: Any, *path: str, of: Sequence[int] = (0, 1, 2)) -> Iterator[str]:
-        for i in of:
-            value: Any = found[i]
-            for step in path:
-                value = getattr(value, step, None)
-            yield MISSING if value is None else write(value)
-
-    return [
-        name, f"{found[0].offered:,}" if found[0] else MISSING, *cells("{:.1%}".format, "goodput"),
-        *cells(seconds, "ttft_s", "p95"), *cells(seconds, "queue_wait_s", "p95", of=(2,)),
-        *cells(milliseconds, "tpot_s", "p50", of=(0, 2)),
-    ]  # fmt: skip
-
-
-def _balance(facts: Sequence[Mapping[str, Any]], before: RunResult, after: RunResult) -> ExtraTable:
+def _balance(facts: Sequence[Mapping[str, Any]], simulated: Sequence[RunResult]) -> ExtraTable:
     """Returns the table of replicas. The measured figures come from their metrics, and have all of their traffic."""
     rows = []
     for fact in facts:
-        queried = fact.get("queried_tokens")
-        row = [fact["name"], *(MISSING if fact.get(key) is None else f"{fact[key]:.4g}" for key in BALANCE)]
-        row.append(f"{fact['hit_tokens'] / queried:.1%}" if queried else MISSING)
-        for run in (before, after):
+        counts = (fact.get("requests"), fact["running_mean"], fact["waiting_mean"])
+        rows.append(_replica(fact["name"], WHO[0], counts, fact.get("hit_tokens"), fact.get("queried_tokens")))
+        for who, run in zip(WHO[1:], simulated, strict=True):
             one = run.by_backend[fact["name"]]
-            tokens = one.hit_tokens + one.prefill_tokens
-            row += [f"{one.requests:,}", *(f"{mean or 0.0:.3g}" for mean in (one.mean_running, one.mean_waiting))]
-            row.append(f"{one.hit_tokens / tokens:.1%}" if tokens else MISSING)
-        rows.append(row)
-    heads = [f"{who} {what}" for who in ("measured", "your router", "llmproxy") for what in BALANCE_HEADS]
-    return ExtraTable("Balance and caches", ("replica", *heads), rows)
+            counts = (one.requests, one.mean_running, one.mean_waiting)
+            rows.append(_replica(fact["name"], who, counts, one.hit_tokens, one.hit_tokens + one.prefill_tokens))
+    return ExtraTable("Balance and caches", ("replica", "", "requests", "running", "waiting", "cached"), rows)
 
 
-BALANCE = ("requests", "running_mean", "waiting_mean")
-BALANCE_HEADS = ("requests", "running", "waiting", "cached")
+def _replica(
+    name: str, who: str, counts: Sequence[float | None], hit_tokens: float | None, tokens: float | None
+) -> list[str]:
+    cached = hit_tokens / tokens if hit_tokens is not None and tokens else None
+    requests, *means = counts
+    shown = (_shown("{:.2f}".format, mean) for mean in means)
+    return [name, who, _shown("{:,.0f}".format, requests), *shown, _shown("{:.1%}".format, cached)]
+
+
+def _shown(write: Callable[[float], str], value: float | None) -> str:
+    return MISSING if value is None else write(value)
 
 
 def _description(
