@@ -11,11 +11,10 @@ from llmproxy.config import Config
 from llmproxy.lab import shadow
 from llmproxy.lab.fleet.fleet_file import fleet_named
 from llmproxy.lab.results.result import SimulationResult
-from llmproxy.lab.run.replay import records_of
 from llmproxy.lab.shadow import predict
 from llmproxy.lab.simulate import Unusable
 from llmproxy.lab.simulator.engine.profiles import PROFILES
-from tests.lab.small import fleet, setup, traffic
+from tests.lab.small import fleet, records_of, setup, traffic
 
 
 def record(folder: Path) -> None:
