@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ def record(folder: Path) -> None:
             "output_tokens": one.output_tokens, "duration_s": one.ended_s - one.arrived_s, "ttft_s": one.ttft_s,
             "tpot_s": one.tpot_s, "blocks": one.arrival.blocks,
         }
-        for one in records_of(setup(traffic(120, rate=20.0), "round_robin", on))
+        for one in records_of(setup(traffic(60, rate=20.0), "round_robin", on))
     ]  # fmt: skip
     lines = [{name: value for name, value in line.items() if value is not None} for line in lines]
     header = {"llmproxy_decisions": 1, "wall_time": "2026-11-21T10:00:00+00:00", "block_tokens": 64}
@@ -49,13 +50,18 @@ def test_the_report_fits_what_was_measured(tmp_path: Path, monkeypatch: pytest.M
     few = {name: PROFILES[name] for name in ("llama-8b-h100", "llama-70b-a100-tp4")}
     monkeypatch.setattr(shadow, "PROFILES", few)
     monkeypatch.setattr(shadow, "PREFILL_SCALES", (1.0, 2.0))
+    monkeypatch.setattr(shadow, "SIZES", ())
+    # To draw takes a while.
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for name in ("plots", "drawing"):
+        monkeypatch.delitem(sys.modules, f"llmproxy.lab.results.{name}", raising=False)
     record(tmp_path)
     predict(tmp_path, Config(), "round_robin", workers=1)
     result = SimulationResult.model_validate_json((tmp_path / "result.json").read_bytes())
     runs = {run.policy: run for run in result.runs}
     measured, before = runs["measured"], runs["round_robin, simulated"]
     after = runs["llmproxy (cost), simulated"]
-    assert measured.offered == before.offered == after.offered == 120
+    assert measured.offered == before.offered == after.offered == 60
     for one, other in ((measured.tpot_s, before.tpot_s), (measured.ttft_s, before.ttft_s)):
         assert one.p50 is not None
         assert other.p50 == pytest.approx(one.p50, rel=0.1)
