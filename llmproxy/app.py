@@ -215,7 +215,7 @@ async def running(
         endpoints = Endpoints()
         stack.push_async_callback(endpoints.close)
         proxy = await _build(stack, config, reread, pools, limits, backend_log, endpoints, usage_folder)
-        backend_log.expect(backend.name for backend in _configured(config))
+        backend_log.expect(backend.name for backend in _configured(config) if not backend.is_external)
         proxy.registry.drain_on_join(drained)
         if state is not None:
             restored = state.read()
@@ -443,6 +443,7 @@ def _live_state(proxy: Proxy, now: float) -> LiveState:
             ejected=backend.health.ejected,
             down=backend.health.down,
             pool=pools.pool_of(name) or "",
+            day_left=pools.money_left(name, now),
         )
         for name, backend in pools.backends.items()
     )

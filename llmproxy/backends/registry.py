@@ -17,9 +17,10 @@ import structlog
 from llmproxy.backends.events import BackendObserver
 from llmproxy.backends.poller import Poller
 from llmproxy.config import BackendConfig, PollConfig
+from llmproxy.config.schema.backends import EXTERNAL_IN_FLIGHT
 from llmproxy.core.domain import KnownLimit, Role
 from llmproxy.core.pools import Pools
-from llmproxy.core.snapshot import BackendStatus
+from llmproxy.core.snapshot import EXTERNAL, BackendStatus
 from llmproxy.lifecycle.background import spawned, supervised
 from llmproxy.scheduling.dispatcher import Dispatcher
 from llmproxy.upstream.endpoints import Endpoints
@@ -41,7 +42,7 @@ class _Member:
     config: BackendConfig
     source: str
     since_s: float
-    polling: asyncio.Task[None]
+    polling: asyncio.Task[None] | None
     drained: bool = False
     leaving: asyncio.Task[None] | None = None
     # Moves the streams of a drained backend when the deadline of the drain is over.
@@ -207,7 +208,7 @@ class BackendRegistry:
         self._dispatcher.reconsider()
 
     def _join(self, backend: BackendConfig, source: str) -> None:
-        self._pools.add_backend(backend.name, backend.max_in_flight, backend.prompt_tokens, Role(backend.role))
+        self._pools.add_backend(backend.name, _in_flight_max(backend), backend.prompt_tokens, Role(backend.role))
         if (known := self._restored.get(backend.url)) is not None:
             self._pools.backends[backend.name].restore(known)
         self._backends[backend.name] = backend
@@ -220,6 +221,11 @@ class BackendRegistry:
             self.drain(backend.name)
 
     def _change(self, member: _Member, backend: BackendConfig, source: str) -> None:
+        if member.config.is_external is not backend.is_external:
+            # The new kind joins when the requests on the old one have ended.
+            if member.leaving is None:
+                self._leave(member)
+            return
         member.source = source
         if member.leaving is not None:
             member.leaving.cancel()
@@ -232,7 +238,7 @@ class BackendRegistry:
             return
         member.config = self._backends[backend.name] = backend
         held = self._pools.backends[backend.name]
-        held.set_limits_and_role(backend.max_in_flight, backend.prompt_tokens, Role(backend.role))
+        held.set_limits_and_role(_in_flight_max(backend), backend.prompt_tokens, Role(backend.role))
         replaced = (before.url, _uid(before)) != (backend.url, _uid(backend))
         if replaced:
             self._pools.replace_process(backend.name)
@@ -254,18 +260,24 @@ class BackendRegistry:
         name = member.config.name
         await self._dispatcher.emptied(name)
         # No await from here on, so that no request can be sent to the empty backend meanwhile.
-        member.polling.cancel()
+        if member.polling is not None:
+            member.polling.cancel()
         _cancel_move(member)
-        del self._members[name], self._backends[name], self._pollers[name]
+        self._pollers.pop(name, None)
+        del self._members[name], self._backends[name]
         self._endpoints.replace(self._backends.values())
         self._pools.remove_backend(name)
         self._events.removed(name)
         self._dispatcher.reconsider()
         _log.info("backend_removed", backend=name)
+        self._reconcile()
 
     # --- polling --------------------------------------------------------------------------------------------------
 
-    def _polling(self, backend: BackendConfig) -> asyncio.Task[None]:
+    def _polling(self, backend: BackendConfig) -> asyncio.Task[None] | None:
+        """Starts the poller of a backend. An external backend has none."""
+        if backend.is_external:
+            return None
         key = backend.api_key or self._api_key
         poller = self._pollers[backend.name] = Poller(
             backend.name, backend.url, key, self._upstream, self._events, self._poll,
@@ -274,7 +286,8 @@ class BackendRegistry:
         return supervised(poller.run, f"poll {backend.name}")
 
     def _poll_anew(self, member: _Member) -> None:
-        member.polling.cancel()
+        if member.polling is not None:
+            member.polling.cancel()
         member.polling = self._polling(member.config)
 
     async def close(self) -> None:
@@ -307,14 +320,19 @@ class BackendRegistry:
             state = "up" if backend.health.available(self._now()) else "ejected"
         config = member.config
         in_flight = self._dispatcher.in_flight(config.name)
+        role = EXTERNAL if config.is_external else config.role
         return BackendStatus(
-            config.name, config.url, config.role, member.source, state, in_flight, member.since_s, config.group
+            config.name, config.url, role, member.source, state, in_flight, member.since_s, config.group
         )
 
 
 def _cancel_move(member: _Member) -> None:
     if member.moving is not None:
         member.moving.cancel()
+
+
+def _in_flight_max(backend: BackendConfig) -> int | None:
+    return backend.max_in_flight or (EXTERNAL_IN_FLIGHT if backend.is_external else None)
 
 
 def _uid(backend: BackendConfig) -> str:

@@ -39,7 +39,8 @@ def doctor(
         for target in targets:
             found, key = _backends_of(target)
             # The key of a file is for its own servers.
-            backends += [one.model_copy(update={"api_key": one.api_key or key}) for one in found]
+            # An external backend is no engine, and must not get the key either.
+            backends += [one.model_copy(update={"api_key": one.api_key or key}) for one in found if not one.is_external]
         replicas = asyncio.run(look_at([one for one in backends if not one.looked_up], api_key))
     except ConfigError as error:
         fail(error.problems)

@@ -312,6 +312,9 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _without_conflicts(self) -> Config:
+        for i, backend in enumerate(self.backends):
+            problems = unknown_bands((backend.external,), "from_band", self.bands)
+            report([(("backends", i, "external", "from_band"), text) for _, text in problems])
         if self.admin.port and self.admin.port == self.port:
             report([(("admin", "port"), f"{self.port} is the port of clients; null: both share it")])
         if self.forward_credentials and self.needs_key():

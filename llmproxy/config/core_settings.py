@@ -8,6 +8,7 @@ from math import inf
 from typing import Any
 
 from llmproxy.config.config import Config
+from llmproxy.config.schema.backends import ExternalConfig
 from llmproxy.config.schema.requests import SchedulingConfig
 from llmproxy.config.schema.section import Section
 from llmproxy.core.domain import Role
@@ -15,6 +16,7 @@ from llmproxy.core.scaling.groups import Group
 from llmproxy.core.settings import (
     CapacitySettings,
     Disaggregation,
+    External,
     HealthSettings,
     QueueSettings,
     ScalingSettings,
@@ -34,6 +36,7 @@ def settings_of(config: Config) -> Settings:
         limits=_limits(config),
         unlisted={model.name: model.base for model in config.models if model.base is not None},
         prompt_ranges={one.name: one.prompt_tokens for one in config.backends if one.prompt_tokens is not None},
+        externals={one.name: _external(config, one.external) for one in config.backends if one.is_external},
         roles={one.name: Role(one.role) for one in config.backends if one.role != Role.BOTH},
         capacity=CapacitySettings(**_same_names(CapacitySettings, scheduling), stale_after_s=config.poll.stale_after_s),
         health=HealthSettings(
@@ -47,6 +50,17 @@ def settings_of(config: Config) -> Settings:
             from_band=config.band(config.scaling.from_band),
             groups=tuple(Group(one.name, one.cost, min=one.min, max=one.max) for one in config.replica_groups),
         ),
+    )
+
+
+def _external(config: Config, external: ExternalConfig) -> External:
+    return External(
+        frozenset(external.models),
+        external.price_per_million_input or 0.0,
+        external.price_per_million_output or 0.0,
+        inf if external.only_above_wait_s is None else external.only_above_wait_s,
+        external.max_per_day or 0.0,
+        config.band(external.from_band),
     )
 
 

@@ -128,6 +128,7 @@ class Request(Struct, frozen=True):
     stage: Stage = Stage.WHOLE
     prepared: bool = False  # See `RequestFacts`.
     avoid: str = ""  # A backend that refused the request as busy; another backend is preferred.
+    overflows: bool = False  # An external backend may serve it.
     # The rest of a stream that broke. The prompt includes the answer so far, and earlier attempts were charged for it.
     continued: bool = False
 

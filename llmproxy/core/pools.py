@@ -91,6 +91,8 @@ class Pools:
         self.catalogue.unlisted = settings.unlisted
         self.estimator = Estimator()
         self.backends: dict[str, Backend] = {}
+        self.externals: dict[str, Backend] = {}
+        """The external backends. They belong to no pool, and `overflow` sends requests of all pools to them."""
         for name, fixed in backends.items():
             self.add_backend(name, fixed, settings.prompt_ranges.get(name), settings.roles.get(name, Role.BOTH))
 
@@ -102,12 +104,16 @@ class Pools:
         """Adds a backend. Until its first poll, the backend is down and belongs to no pool."""
         assert name not in self.backends
         settings = self.settings
-        self.catalogue.add(name)
         backend = self.backends[name] = Backend(
             name, settings.capacity, settings.health, max_in_flight, settings.ceiling_range, prompt_range, role
         )
         backend.limit_divisor = self._limit_divisor
         backend.health.on_event = lambda event: self.health_events.append((name, event))
+        if name in settings.externals:
+            backend.set_external(settings.externals[name])
+            self.externals[name] = backend
+        else:
+            self.catalogue.add(name)
 
     def known_limits(self) -> dict[str, KnownLimit]:
         """Maps backends to their learned batch limits; backends without one are left out."""
@@ -117,8 +123,9 @@ class Pools:
     def remove_backend(self, name: str) -> None:
         """Removes a backend that has nothing in flight, with everything learned about it."""
         assert not self.backends[name].bookings
-        self.catalogue.remove(name)
-        self._arrange()
+        if self.externals.pop(name, None) is None:
+            self.catalogue.remove(name)
+            self._arrange()
         del self.backends[name]
 
     def replace_process(self, name: str) -> None:
@@ -139,6 +146,8 @@ class Pools:
         self.catalogue.rename(aliases)
         for backend in self.backends.values():
             backend.reconfigure(settings.capacity, settings.health, settings.ceiling_range)
+        for name in self.externals.keys() & settings.externals.keys():
+            self.externals[name].set_external(settings.externals[name])
         for scheduler in self._all:
             scheduler.reconfigure(settings, now)
         self._arrange()
@@ -213,7 +222,8 @@ class Pools:
 
     def _make(self, pool: str, placement: Placement) -> Scheduler:
         parts = self._occupancy, self.limits, self._lease_serial
-        return Scheduler(pool, self.settings, *parts, placement, self.faults, (self.scaling.pool(pool),))
+        observers = (self.scaling.pool(pool),)
+        return Scheduler(pool, self.settings, *parts, placement, self.faults, observers, self.externals)
 
     def _assign(self, backend: Backend, new: Scheduler | None) -> None:
         old = self._of_backend.pop(backend.name, None)
@@ -313,6 +323,11 @@ class Pools:
         names = ("requests_per_min", "tokens_per_min", "requests_per_day", "tokens_per_day")
         return dict(zip(names, (*per_min, *per_day), strict=True))
 
+    def money_left(self, backend: str, now: float) -> float | None:
+        """Returns the rest of the bound of the day of an external backend; None for any other backend."""
+        external = self.backends[backend].external
+        return None if external is None else self.limits.days.money_left(backend, external.max_per_day, now)
+
     def cancel(self, request: Request) -> Waited | None:
         """Removes the request of a client that left. Returns why it waited; None if nothing blocked it."""
         reasons = [scheduler.cancel(request.id) for scheduler in self._all]
@@ -367,7 +382,8 @@ class Pools:
             for decision in scheduler.decide(now):
                 decisions.append(decision)
                 if isinstance(decision, Grant):
-                    self._of_lease[decision.lease] = scheduler.leases
+                    elsewhere = decision.placed.backend in self.externals
+                    self._of_lease[decision.lease] = scheduler.overflow.leases if elsewhere else scheduler.leases
                     filled = filled or bool(decision.request.limits and self.limits.full(decision.request))
             if filled:
                 # The limit may now block another pool's first request. Then the requests behind it can be granted.

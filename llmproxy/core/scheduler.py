@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
+from types import MappingProxyType
 
 from llmproxy.core import scheduling_pass
 from llmproxy.core.backends.backend import Backend
@@ -36,6 +37,7 @@ from llmproxy.core.lease_observers import (
     TransferObserver,
 )
 from llmproxy.core.leases import LeaseObserver, Leases
+from llmproxy.core.overflow import MoneyObserver, Overflow
 from llmproxy.core.placement.policy import NO_CAPACITY, Placement
 from llmproxy.core.placement.staged import StagedPlacement, as_decode
 from llmproxy.core.policy_registry import Faults
@@ -74,6 +76,7 @@ class Scheduler:
         placement: Placement,
         faults: Faults,
         observers: Sequence[LeaseObserver] = (),
+        externals: Mapping[str, Backend] = MappingProxyType({}),
     ) -> None:
         self.pool = pool
         self.names = frozenset({pool})  # The base models that the pool serves, or served last.
@@ -115,6 +118,9 @@ class Scheduler:
         )
         shares, preemption = self._min_shares, self._preemption
         self._parts = Parts(self._room, backends, placement, headroom, shares, preemption, limits, self.leases, drain)
+        charged = Leases(lease_serial, [LimitObserver(limits), self.charges, MoneyObserver(limits.days)])
+        self.overflow = Overflow(externals, backends.by_name, self._room, limits, charged)
+        self._admission.overflow = self.overflow
         self._shed: list[Drop] = []
         self._more = False
         self._decided: list[Decision] = []
@@ -168,8 +174,8 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        reserved = self._reservations.by_request
-        return not any((self._backends.by_name, self._room, self.leases, self._shed, self._prefilled, reserved))
+        leases = self.leases, self.overflow.leases, self._reservations.by_request
+        return not any((self._backends.by_name, self._room, *leases, self._shed, self._prefilled))
 
     # --- requests ------------------------------------------------------------------------------------------------
 
@@ -263,6 +269,8 @@ class Scheduler:
             # Most calls follow a reading or the end of a lease while no request waits, and need no views.
             if self._room.waiting:
                 self._pass(now)
+                if self.overflow.externals:
+                    decisions += self.overflow.grants(now)
         except Exception as fault:  # noqa: BLE001 - a policy may be a plugin
             self._faults.note(fault)
             self._rests_until_s = now + FAULT_RETRY_S
@@ -347,7 +355,7 @@ class Scheduler:
             return now
         if not self._room.waiting:
             return self._backends.outliers.due_s
-        times = [part.changes_at(now) for part in (self._backends, self._headroom)]
+        times = [part.changes_at(now) for part in (self._backends, self._headroom, self.overflow)]
         times += [self._room.deadlines.next(now), self._place_changes_s]
         return min([time for time in times if time is not None], default=None)
 
@@ -419,4 +427,5 @@ class Scheduler:
         self._room.check(now)
         self._backends.check()
         self.leases.check()
+        self.overflow.leases.check()
         self._reservations.check()

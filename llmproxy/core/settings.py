@@ -82,6 +82,21 @@ class UsageLimit:
         return UsageLimit(in_flight, requests, tokens, self.requests_per_day, self.tokens_per_day)
 
 
+@dataclass(frozen=True, slots=True)
+class External:
+    """An endpoint elsewhere that takes requests for money, when the replicas are down or requests wait long."""
+
+    models: frozenset[str]  # Names of models and adapters that it serves, as clients of the replicas request them.
+    price_per_million_input: float
+    price_per_million_output: float
+    only_above_wait_s: float  # Wait from which a request goes there although a replica is up; inf: never.
+    max_per_day: float
+    from_band: int
+
+    def cost(self, prompt_tokens: int, output_tokens: int) -> float:
+        return (prompt_tokens * self.price_per_million_input + output_tokens * self.price_per_million_output) / 1e6
+
+
 class Splitting(StrEnum):
     """Which requests are split into a prefill and a decode stage on two backends."""
 
@@ -139,6 +154,7 @@ class Settings:
     unlisted: Mapping[str, str]
     prompt_ranges: Mapping[str, tuple[int, int]]  # Backend -> preferred prompt tokens.
     roles: Mapping[str, Role]  # Backend -> role, unless `both`.
+    externals: Mapping[str, External]  # By the name of the backend.
     capacity: CapacitySettings
     health: HealthSettings
     queue: QueueSettings

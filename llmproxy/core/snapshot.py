@@ -26,6 +26,10 @@ TOTAL_FLOWS_MAX = 1_000  # Maximum number of flows shown over all pools.
 LIMITS_MAX = 1_000  # Maximum number of usage limits shown; limits with the most requests in flight come first.
 
 
+EXTERNAL = "external"
+"""The role of an external backend."""
+
+
 @dataclass(frozen=True, slots=True)
 class BackendStatus:
     """A backend as an operator sees it."""

@@ -89,6 +89,7 @@ TEXT = Shape("shown(value)")
 NAME = Shape("names[value]")  # A text that many requests share; its printable form is cached.
 AGENT = Shape("agents[value]")
 SECONDS = Shape("round(value, 4)", lambda value: round(value, 4), _microseconds)
+COST = Shape("round(value, 6)", lambda value: round(value, 6), _microseconds)
 INSTANT = SECONDS._replace()
 """An instant on the scheduler's clock; in the decision log, seconds since the log was opened."""
 PREDICTED = Shape(
@@ -159,6 +160,7 @@ FIELDS = (
         for kind, amount in (("expected", "expected"), ("cached", "value"), ("both", "min(expected, value)"))))),
     Field("last.expected_cached_tokens", NUMBER, "expected_cached_tokens"),
     Field("last.output_tokens", NUMBER, "output_tokens", "output_tokens", feeds=_tokens("output")),
+    Field("last.cost", COST, "cost", "cost", optional=True, feeds=(Feed("external_cost_total", when="value > 0.0"),)),
     Field("stream", NUMBER, "stream", "stream"),
     Field("last.chunks", NUMBER, "chunks", optional=True),
     Field("last.max_gap_s", SECONDS, "max_gap_s"),

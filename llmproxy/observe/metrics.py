@@ -65,6 +65,7 @@ class BackendState:
     ejected: bool = False
     down: bool = False
     pool: str = ""  # "" before the first model list.
+    day_left: float | None = None  # The rest of the bound of the day of an external backend.
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,7 @@ _BACKEND_GAUGES: tuple[tuple[str, str, Callable[[BackendState], float | None]], 
     ("backend_running", "Requests running in the engine, by the last scrape.", lambda b: b.running),
     ("backend_waiting", "Requests waiting in the engine, by the last scrape.", lambda b: b.waiting),
     ("backend_kv_used_ratio", "KV cache in use, 0 to 1, by the last scrape.", lambda b: b.kv_used),
+    ("external_day_left", "Money that an external backend may still cost today.", lambda b: b.day_left),
     ("backend_reading_age_seconds", "Time since the last scrape of the engine began.", lambda b: b.reading_age_s),
 )
 
@@ -240,6 +242,7 @@ _COUNTERS = (
     ("tenant_tokens_total", "tenant direction", "Tokens of tenants as the engines counted them."),
     ("log_lines_lost_total", "", "Lines that standard error could not take."),
     ("tokens_total", "direction model", "Tokens as the engines counted them."),
+    ("external_cost_total", "backend", "Cost of ended requests on an external backend, in the currency of its prices."),
     ("prefix_tokens_total", "backend kind", "Prompt tokens: expected to be cached, cached, or both."),
     ("poll_failures_total", "backend reason", "Polls that failed."),
     ("adapter_changes_total", "backend action result", "Orders to backends to load or unload an adapter."),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta
@@ -22,8 +23,8 @@ import msgspec
 import structlog
 
 from llmproxy.config import hash_of, model_limit, tenant_limit
-from llmproxy.core.queueing.day_budgets import DayBudgets
-from llmproxy.core.queueing.rate_limits import REQUESTS, TOKENS
+from llmproxy.core.queueing.day_budgets import MONEY, DayBudgets
+from llmproxy.core.queueing.rate_limits import REQUESTS, TOKENS, RateName
 from llmproxy.observe.exit import UNKNOWN_MODEL, RequestExit
 
 WRITE_S = 1.0
@@ -74,6 +75,8 @@ class Line(msgspec.Struct, omit_defaults=True):
     models: dict[str, Used]
     # The part under other names than these: by the models behind aliases, and the base models of adapters.
     served_as: dict[str, Used] = {}
+    # The cost of its requests by external backend.
+    costs: dict[str, float] = {}
 
 
 _DECODER = msgspec.json.Decoder(Line)
@@ -147,6 +150,9 @@ class Usage:
         line.models[model].add(used)
         if ended.served_as is not None:
             line.served_as.setdefault(ended.served_as, Used()).add(used)
+        for one in ended.tried:
+            if one.cost and one.backend is not None:
+                line.costs[one.backend] = line.costs.get(one.backend, 0.0) + one.cost
         self._unwritten.add(self._today)
 
     def lasting(self, key: str) -> str:
@@ -217,6 +223,11 @@ class Usage:
         used = of_limits(self.of_today())
         days.restore({(name, REQUESTS): float(one.requests) for name, one in used.items()})
         days.restore({(name, TOKENS): float(one.tokens) for name, one in used.items()})
+        costs: dict[RateName, float] = defaultdict(float)
+        for line in self.of_today():
+            for backend, cost in line.costs.items():
+                costs[backend, MONEY] += cost
+        days.restore(costs)
 
     async def follow_days(self, days: DayBudgets) -> None:
         """Begins each day, until cancelled. Looks every minute, because clocks are set."""

@@ -89,6 +89,8 @@ class Attempt(Struct, kw_only=True, omit_defaults=True):
     # Tokens that count beyond these, because the engine reported none or not all.
     estimated_prompt_tokens: int = 0
     estimated_output_tokens: int = 0
+    # The price of these tokens on an external backend.
+    cost: float = 0.0
 
     @classmethod
     def begun(cls, grant: Grant, queued_s: float) -> Attempt:
@@ -142,6 +144,12 @@ class Attempt(Struct, kw_only=True, omit_defaults=True):
         """Forgets a refusal of the backend, because the same backend gets another call."""
         self.state, self.outcome, self.verdict = AttemptState.CONNECTING, Outcome.INTERNAL, Verdict.CLIENT_GONE
         self.again, self.unsplit, self.status, self.message, self.detail = Again.NO, False, None, "", ""
+
+    @property
+    def used_tokens(self) -> tuple[int, int]:
+        """The tokens of prompt and answer that count, with estimates."""
+        prompt, output = self.prompt_tokens or 0, self.output_tokens or 0
+        return prompt + self.estimated_prompt_tokens, output + self.estimated_output_tokens
 
     @property
     def error(self) -> str | None:

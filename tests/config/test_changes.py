@@ -46,7 +46,7 @@ def test_entries_are_compared_by_name_in_any_order() -> None:
         "backends[b].max_in_flight: 2 -> 3",
         "backends[c]: removed",
         "backends[d]: added {url: http://d, name: d, role: both, forward_priority: False, ask_usage: True,"
-        " tls: {insecure_skip_verify: False}}",
+        " tls: {insecure_skip_verify: False}, external: {only_above_wait_s: 10.0, from_band: default}}",
     ]
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from llmproxy.config import Config, hash_of, load, settings_of
 from llmproxy.core.queueing.fairness import policies
-from llmproxy.core.settings import Disaggregation, QueueSettings, Settings, Splitting, UsageLimit
+from llmproxy.core.settings import Disaggregation, External, QueueSettings, Settings, Splitting, UsageLimit
 from llmproxy.gateway.http.headers import PRIVILEGED
 from tests import ROOT
 from tests.config.test_load import problems
@@ -184,7 +184,11 @@ def test_all_configured_settings_reach_the_core(write: Any) -> None:
     config = load(
         write(f"""
 bands: {{batch: -50}}
-backends: [{{url: http://a:1, prompt_tokens: [1, 9], role: decode}}]
+backends:
+- {{url: http://a:1, prompt_tokens: [1, 9], role: decode}}
+- url: https://x/v1
+  external: {{models: {{m: n}}, max_per_day: 9, price_per_million_input: 1, price_per_million_output: 2,
+    from_band: batch}}
 models:
 - {{name: m, limits: {{requests_per_min: 90.5}}}}
 - {{name: free}}
@@ -231,6 +235,7 @@ scaling: {{pools: [m], from_band: batch, min: 2, max: 5, utilisation: 0.7}}
     }
     assert message.disaggregation == Disaggregation(Splitting.TOKENS, 20.0, 512)
     assert message.scaling == replace(DEFAULTS.scaling, pools=("m",), from_band=-50, min=2, max=5, utilisation=0.7)
+    assert message.externals == {"x": External(frozenset({"m"}), 1.0, 2.0, 10.0, 9.0, -50)}
     assert message.unlisted == {"user-*": "m"}
     plain = {
         "fairness": "slo", "ordering": "fcfs", "placement": "session", "fairness_cost": "requests", "headroom_s": 7.0,

@@ -55,14 +55,16 @@ def full_exit() -> RequestExit:
         predicted_ttft=Predicted(0.1, 0.2), predicted_tpot=Predicted(0.01, 0.02),
         arrived_s=0.0, granted_s=0.1, queued_ahead=1, queue_wait_s=0.1, ttft_s=0.5, max_gap_s=0.1,
         committed=True, continued="text", not_continued="w",
-        expected_prompt_tokens=1, expected_cached_tokens=1, prompt_tokens=2, cached_tokens=1, output_tokens=3,
+        expected_prompt_tokens=1, expected_cached_tokens=1, prompt_tokens=2, cached_tokens=1, output_tokens=3, cost=0.1,
         body_bytes=1, response_bytes=1, chunks=2, error="e",
     )  # fmt: skip
 
 
 def live_state() -> LiveState:
     """A state in which every gauge has a series."""
-    backend = BackendState("b", 1, 1, 1.0, True, running=1, waiting=1, kv_used=0.5, reading_age_s=0.1, pool="m")
+    backend = BackendState(
+        "b", 1, 1, 1.0, True, running=1, waiting=1, kv_used=0.5, reading_age_s=0.1, pool="m", day_left=1.0
+    )
     need = Need(
         desired=1, need=0.9, reason="work", sure=True, up=1, terms={"work": 0.9}, prefill=0.1, decode=0.8,
         capacity=Capacity(seats=4.0, prompt_s=0.1, output_s=0.2), waiting=0, waiting_s=0.0, start_s=120.0, own=0.9,

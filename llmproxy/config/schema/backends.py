@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from llmproxy.config import idle
 from llmproxy.config.checks import Problem, repeated, report
@@ -42,6 +42,37 @@ class BackendTlsConfig(Section):
     """Accept any certificate. Anyone on the path can then read and answer requests."""
 
 
+OF_ENGINES = ("role", "prompt_tokens", "group", "group_label", "forward_priority")
+"""Keys without a meaning for an external backend."""
+EXTERNAL_IN_FLIGHT = 32
+
+
+class ExternalConfig(Section):
+    models: dict[Name, Name] = Field(default_factory=dict, examples=[{"llama-3.1-8b": "gpt-4o-mini"}])
+    """Models and adapters that the endpoint may serve in place of replicas, with their names there. {}: the server is
+    an engine of your own, and the other keys have no effect."""
+    max_per_day: Annotated[Number, Field(gt=0)] | None = Field(default=None, examples=[20])
+    """Most money per day (usage.time_zone), in the currency of the prices. Required with `models`."""
+    price_per_million_input: Annotated[Number, Field(ge=0)] | None = Field(default=None, examples=[0.15])
+    """Price of a million prompt tokens. Required with `models`."""
+    price_per_million_output: Annotated[Number, Field(ge=0)] | None = Field(default=None, examples=[0.6])
+    """Price of a million answer tokens. Required with `models`."""
+    only_above_wait_s: Annotated[Number, Field(ge=0)] | None = 10.0
+    """Wait from which a request goes there although a replica is up. null: only while no replica is up."""
+    from_band: Criticality = "default"
+    """Lowest band whose requests go there."""
+    api_key_file: Path | None = None
+    """File with its API key, read at the start and at a reload. null: no file."""
+    api_key_env: Name | None = Field(default=None, examples=["OPENAI_API_KEY"])
+    """Environment variable with its API key. null: the backend's api_key."""
+
+    @model_validator(mode="after")
+    def _complete(self) -> ExternalConfig:
+        needed = ("max_per_day", "price_per_million_input", "price_per_million_output") if self.models else ()
+        report([((name,), "is required beside models") for name in needed if getattr(self, name) is None])
+        return self
+
+
 class BackendConfig(Section):
     url: Annotated[str, AfterValidator(backend_url)] = Field(examples=["http://gpu-0:8000"])
     """Base URL of a vLLM server; its path precedes the path of requests. dns+http://HOST:PORT: all addresses of HOST.
@@ -70,6 +101,8 @@ class BackendConfig(Section):
     after an hour. false: for --enable-force-include-usage."""
     tls: BackendTlsConfig = BackendTlsConfig()
     """How to verify an https URL."""
+    external: ExternalConfig = ExternalConfig()
+    """A paid endpoint elsewhere with OpenAI's API, used last. It gets at most max_in_flight requests, by default 32."""
 
     @field_validator("tls")
     @classmethod
@@ -79,6 +112,25 @@ class BackendConfig(Section):
         if tls.insecure_skip_verify and (tls.ca or tls.server_name):
             raise ValueError("insecure_skip_verify looks at neither ca nor server_name: leave it out, or them")
         return tls
+
+    @field_validator("external")
+    @classmethod
+    def _no_engine(cls, external: ExternalConfig, info: ValidationInfo) -> ExternalConfig:
+        if not external.models:
+            return external
+        given = {name for name in OF_ENGINES if info.data.get(name) not in (None, False, "both")}
+        report([((), f"has no effect beside {name}, which is for engines of your own") for name in sorted(given)])
+        if info.data.get("url", "").startswith(LOOKED_UP):
+            raise ValueError("needs the URL of one endpoint, without a lookup")
+        keys = (info.data.get("api_key"), external.api_key_file, external.api_key_env)
+        if sum(key is not None for key in keys) > 1:
+            raise ValueError("has its key in one place: api_key, external.api_key_file or external.api_key_env")
+        return external
+
+    @property
+    def is_external(self) -> bool:
+        """Whether this is a paid endpoint elsewhere, and no engine."""
+        return bool(self.external.models)
 
     @property
     def by_https(self) -> bool:
@@ -109,6 +161,8 @@ class BackendsFile(Section):
     def _plain(cls, backends: tuple[BackendConfig, ...]) -> tuple[BackendConfig, ...]:
         reason = "needs a lookup: such backends belong in the configuration itself"
         report([((i, "url"), reason) for i, one in enumerate(backends) if one.looked_up])
+        reason = "belongs in the configuration itself"
+        report([((i, "external"), reason) for i, one in enumerate(backends) if one.is_external])
         report(repeated_backends(backends))
         return backends
 

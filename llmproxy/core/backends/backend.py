@@ -14,7 +14,7 @@ from llmproxy.core.backends.look_ahead import LookAhead
 from llmproxy.core.backends.outlier_detection import OutlierDetection
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import KnownLimit, Listing, Reading, Request, Role, Trouble, Verdict
-from llmproxy.core.settings import CapacitySettings, HealthSettings
+from llmproxy.core.settings import CapacitySettings, External, HealthSettings
 
 STARTED_AFTER_S = 1.0  # A non-streamed request, which sends no byte, is assumed to run after this time.
 UNREAD_MAX = 10  # Successful polls without readable metrics after which a backend is assumed to publish none.
@@ -39,6 +39,7 @@ class Backend:
         role: Role = Role.BOTH,
     ) -> None:
         self.name = name
+        self.external: External | None = None  # Set for an external backend, which no poll reads.
         self.health = Health(health)
         self.listing: Listing | None = None
         self.reading: Reading | None = None
@@ -120,10 +121,16 @@ class Backend:
         self._role = role
         self._changed()
 
+    def set_external(self, external: External) -> None:
+        """Makes this an external backend. It is up without polls, and only failed requests eject it."""
+        self.external, self.served = external, external.models
+        self.health.down = False
+        self._changed()
+
     def replaced(self) -> None:
         """Resets values read from the old process. Its requests in flight count as load until they end."""
         # Until a poll succeeds.
-        self.health.down = True
+        self.health.down = self.external is None
         self._forget_process()
         self.limit.forget()
         self._kind = self._restored = self._published = None
@@ -323,7 +330,7 @@ class Backend:
 
     def release(self, lease: int, verdict: Verdict, now: float, *, excused: bool = False) -> None:
         """Removes a lease that ended. `excused`: the backend is not to blame for a failure."""
-        if verdict is Verdict.BUSY:
+        if verdict is Verdict.BUSY and self.external is None:
             self.limit.refused(self._in_flight_everywhere - self.bookings[lease].request.sequences)
         self._own.remove(lease, self.reading)
         idle = not self.bookings and (self.reading is None or not self.reading.running)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from typing import Protocol
 
 from llmproxy.core.backends.backend import Backend
 from llmproxy.core.backends.view import View
@@ -23,6 +24,13 @@ ARRIVALS = frozenset({AdmissionKind.NEW, AdmissionKind.RESUMED})  # The entries 
 Ready = Callable[[Sequence[View], int, float, float], Sequence[View]]
 """Filters views to the backends that can accept a request of this band now: (views, band, ceiling, now); see
 `Placement.ready`."""
+
+
+class Takes(Protocol):
+    """Answers whether an endpoint elsewhere takes a request while no backend is up."""
+
+    def takes(self, request: Request, excluded: frozenset[str], now: float) -> bool: ...
+
 
 SHED_MAX = 64  # Maximum number of requests that are shed for a single request of a higher band.
 RETRY_EMPTY_S = 2.0  # Retry-After while no backend is up: about the time until a poll notices that a backend is back.
@@ -52,6 +60,7 @@ class Admission:
         self._drain = drain
         self._first_token = first_token
         self._faults = faults
+        self.overflow: Takes | None = None
         self._ordering = orderings.get(settings.ordering)(settings)
 
     def reconfigure(self, settings: Settings) -> None:
@@ -110,6 +119,8 @@ class Admission:
         unavailable = {backend.name for backend in able if backend.drained or not backend.health.available(now)}
         if unavailable and self._settings.queue.no_backend_wait_s:
             return excluded - unavailable, True
+        if self.overflow is not None and self.overflow.takes(request, excluded, now):
+            return excluded, False
         if excluded:
             raise _all_failed(request, RETRY_EMPTY_S)
         message = f"No backend of `{request.model}` is up. Try again shortly."

@@ -16,6 +16,8 @@ from llmproxy.core.queueing.rate_limits import REQUESTS, TOKENS, RateName, expec
 from llmproxy.core.settings import UsageLimit
 
 DAY_S = 86_400.0
+MONEY = "money"
+"""The kind of the bounds of external backends, beside REQUESTS and TOKENS. The name is of the backend."""
 
 
 class _Open(Struct, eq=False):
@@ -152,6 +154,19 @@ class DayBudgets:
             return None
         shared, used = self._shared.get(name, 0.0), self._used.get(name, 0.0)
         return max(0.0, (per_day - shared) / self._parts - (used - shared) - self._reserved.get(name, 0.0))
+
+    def money_left(self, backend: str, per_day: float, now: float) -> float:
+        """Returns the rest of the bound `per_day` of an external backend."""
+        self._roll(now)
+        return self._left((backend, MONEY), per_day) or 0.0
+
+    def reserve_money(self, backend: str, amount: float) -> None:
+        """Reserves money for a request in flight. A negative amount ends a reservation."""
+        self._reserve((backend,), MONEY, amount)
+
+    def spend(self, backend: str, amount: float, now: float) -> None:
+        self._roll(now)
+        self._take(backend, MONEY, amount)
 
     def _reserve(self, names: tuple[str, ...], kind: str, amount: float) -> None:
         for name in names:

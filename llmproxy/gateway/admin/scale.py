@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from llmproxy.core.pools import Pools
 from llmproxy.core.scaling.groups import Group, spread, unchanged
 from llmproxy.core.scaling.need import Need
-from llmproxy.core.snapshot import BackendStatus
+from llmproxy.core.snapshot import EXTERNAL, BackendStatus
 from llmproxy.gateway.admin.debug import page_response, refusal
 
 SCALE = "/scale"
@@ -109,6 +109,8 @@ class ScalePages:
         pools: dict[str, set[str]] = {}
         statuses: list[tuple[BackendStatus, str | None]] = []
         for status in self._statuses():
+            if status.role == EXTERNAL:
+                continue
             pool = self._pools.pool_of(status.name)
             statuses.append((status, pool))
             if pool is not None:

@@ -97,6 +97,8 @@ SCHEDULED: dict[str, Route] = {
     )
 }
 
+EXTERNAL = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings"})
+"""The routes whose requests an external backend may serve."""
 STORED_RESPONSES = "/v1/responses/"
 """`GET {id}` and `POST {id}/cancel` below this path go to the backend that made the response."""
 

@@ -52,6 +52,8 @@ class Call(Timed, eq=False):
     # Whether another backend may continue the stream or repeat the answer. Then only whole events are relayed, an error
     # event is held back, and an answer without a stream is held until it is complete.
     holds: bool = False
+    # Whether the backend is external, so that no other backend can continue its answer.
+    external: bool = False
     # The answer that the call continues; None for any other call.
     rest_of: RestOf | None = None
 

@@ -65,13 +65,15 @@ def call_for(
     request = lease.grant.request
     prefill, decode = request.stage is Stage.PREFILL, request.stage is Stage.DECODE
     transfer = handover.parameters.value if handover is not None else None
+    external, model = bool(backend.external.models), request.adapter or request.model
     # In vLLM, a lower priority value is served first.
     priority = -request.band if backend.forward_priority else None
     spliced = parsed.spliced(
-        model=request.adapter or request.model,
+        model=backend.external.models.get(model, model),
         want_usage=ask_usage,
         priority=priority,
-        salt=context.salt,
+        # Servers other than vLLM may refuse the member.
+        salt=None if external else context.salt,
         trusted=context.trusted,
         transfer=rules.connector.asks if prefill else transfer,
         prompt_alone=prefill,
@@ -95,6 +97,7 @@ def call_for(
         rules.identity.sends_own_key(backend),
         request.adapter in (None, request.model),
         holds=not prefill and route.kind in (rules.continues if request.stream else rules.repeats),
+        external=external,
         rest_of=rest_of,
         deadlines=rules.relay.deadlines,
         timeouts=rules.config.timeouts,

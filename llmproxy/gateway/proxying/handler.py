@@ -349,6 +349,8 @@ class RequestHandler:
             # Also after a cancellation: many clients leave as soon as they have read the end mark.
             self._exits.attempted(backend.name, attempt.verdict)
             attempt.ended_s = asyncio.get_running_loop().time()
+            if (external := rules.externals.get(backend.name)) is not None:
+                attempt.cost = external.cost(*attempt.used_tokens)
             if context.continuation is not None and attempt.committed:
                 record.continued = context.continuation.rest_of.rest.how
             if context.continuation is not None and attempt.first_byte_s is not None:

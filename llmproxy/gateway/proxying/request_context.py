@@ -11,7 +11,7 @@ from msgspec import Struct
 from llmproxy.core.backends.catalogue import Target
 from llmproxy.core.domain import Outcome, Request, Slo
 from llmproxy.core.estimates.tokens import Estimator
-from llmproxy.gateway.http.routes import Route, Work
+from llmproxy.gateway.http.routes import EXTERNAL, Route, Work
 from llmproxy.gateway.proxying.answers import CapturedAnswer
 from llmproxy.gateway.proxying.call import Call
 from llmproxy.gateway.proxying.continued.join import RestOf
@@ -207,4 +207,6 @@ def make_request(
         splittable=parsed.splittable and context.previous is None,
         prepared=parsed.prepared or not computes,
         backend=context.previous.backend if context.previous is not None else None,
+        # Token ids have a meaning for one model only.
+        overflows=bool(context.rules.externals) and context.route.path in EXTERNAL and parsed.prompt_tokens is None,
     )

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from llmproxy.config import Config
+from llmproxy.config import Config, settings_of
 from llmproxy.core.domain import Outcome
 from llmproxy.core.kv_connectors import KvConnector, connectors
 from llmproxy.core.placement.policy import presets
+from llmproxy.core.settings import External
 from llmproxy.gateway.http.client_address import Clients
 from llmproxy.gateway.http.cors import Cors
 from llmproxy.gateway.http.errors import Failure
@@ -49,6 +50,7 @@ class Rules:
     # repeats.
     continues: frozenset[BodyKind]
     repeats: frozenset[BodyKind]
+    externals: Mapping[str, External]
 
     @classmethod
     def build(cls, config: Config, upstream: Upstream) -> Rules:
@@ -72,6 +74,7 @@ class Rules:
             Releaser(upstream, config, connector),
             KINDS if continues else frozenset(),
             frozenset(BodyKind) - {BodyKind.OTHER, BodyKind.FORM} if continues else frozenset(),
+            settings_of(config).externals,
         )
 
     async def read(self, route: Route, http: web.BaseRequest, body: bytes) -> ParsedBody:

@@ -12,6 +12,7 @@ from aiohttp import web
 from xxhash import xxh64_hexdigest
 
 from llmproxy.config import TRUST_WORDS, BackendConfig, Config, ModelConfig, model_limit, settings_of, tenant_limit
+from llmproxy.config.external import external_keys
 from llmproxy.core.domain import BAND_NAMES, DEFAULT, Outcome, Slo
 from llmproxy.gateway.http.client_address import Client, InNetworks
 from llmproxy.gateway.http.errors import Failure
@@ -78,6 +79,7 @@ class Identity:
         self._session_names = [(place, name) for place, _, name in named]
         self._privileged = PRIVILEGED.union(own)
         self._backend_key = config.backend_api_key
+        self._external_keys = external_keys(config)
         self._keeps_credentials = config.forward_credentials
 
     def trusts(self, client: Client, tenant: Tenant = NO_TENANT) -> bool:
@@ -102,6 +104,8 @@ class Identity:
         With a `trace`, `span_id` is the parent of the backend's spans. Without a `trace`, the client's trace fields are
         forwarded. `forwarded` has the fields of earlier calls with an equal head.
         """
+        if backend.external.models:
+            return self._external_headers(http, backend)
         key = backend.api_key or self._backend_key
         withheld = frozenset() if trusted else self._privileged
         headers = to_backend(
@@ -116,12 +120,21 @@ class Identity:
             headers.append(("traceparent", trace.traceparent(span_id)))
         return headers
 
+    def _external_headers(self, http: web.BaseRequest, backend: BackendConfig) -> Headers:
+        """Returns the header fields for an external backend, which learns nothing about the client."""
+        sent = [(name, http.headers[name]) for name in ("content-type", "accept") if name in http.headers]
+        key = self._external_keys.get(backend.name)
+        return [*sent, ("accept-encoding", "identity"), *([("authorization", f"Bearer {key}")] if key else [])]
+
     def sends_own_key(self, backend: BackendConfig) -> bool:
         """Returns whether requests to `backend` carry the proxy's key, or none, instead of the client's key."""
-        return bool(backend.api_key or self._backend_key) or not self._keeps_credentials
+        own = bool(backend.external.models or backend.api_key or self._backend_key)
+        return own or not self._keeps_credentials
 
     def key_hint(self, backend: BackendConfig) -> str:
         """Returns advice for the log about a backend that refuses the key of requests."""
+        if backend.is_external:
+            return f"{backend.name} does not accept its key (external.api_key_file, external.api_key_env or api_key)"
         if backend.api_key or self._backend_key:
             return f"{backend.name} does not accept the key that is configured for it (api_key or backend_api_key)"
         return f"{backend.name} wants a key: set backend_api_key, or its own api_key; keys of clients are not forwarded"

@@ -16,6 +16,7 @@ import orjson
 
 from llmproxy import __version__
 from llmproxy.core.domain import BackendPace
+from llmproxy.core.pools import Pools
 from llmproxy.core.snapshot import BackendSnapshot, BackendStatus, FlowSnapshot, PoolSnapshot, Snapshot
 from llmproxy.observe.live.events import EJECTED, STATE_EVENTS, Event
 from llmproxy.observe.live.minute import KINDS, FlowSums, quantile
@@ -221,6 +222,7 @@ class LiveSnapshot:
             "why": change.why if change is not None and status.state != "up" else "",
             "since_s": round(now - since_s, 1),
             "pool": pool.pool if pool is not None else None,
+            "external": _external(recorder.dispatcher.pools, name, now),
             "in_flight": status.in_flight,
             "load": view.load,
             "limit": view.limit,
@@ -315,6 +317,14 @@ def _flow(flow: FlowSnapshot) -> dict[str, Any]:
             "weight": head.weight,
         },
     }
+
+
+def _external(pools: Pools, name: str, now: float) -> dict[str, float] | None:
+    """Returns the money of the day of an external backend; None for any other backend."""
+    external, left = pools.backends[name].external, pools.money_left(name, now)
+    if external is None or left is None:
+        return None
+    return {"max_per_day": external.max_per_day, "left": round(left, 6)}
 
 
 def _standing(flow: FlowSnapshot) -> dict[str, float | None]:

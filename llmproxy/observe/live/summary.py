@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from llmproxy.core.domain import BackendPace, Outcome, WaitReason
-from llmproxy.core.snapshot import BackendStatus, PoolSnapshot
+from llmproxy.core.snapshot import EXTERNAL, BackendStatus, PoolSnapshot
 from llmproxy.observe.live.minute import REFUSED, Sums
 
 OK, WARNING, BAD = "ok", "warning", "bad"
@@ -36,6 +36,8 @@ def summary_of(
     the last minute. A cluster member without a leader is not `led`; if it decides by itself, it is `alone`.
     """
     parts: list[tuple[str, str]] = []
+    elsewhere = [one for one in statuses if one.role == EXTERNAL]
+    statuses = [one for one in statuses if one.role != EXTERNAL]
     up = [one for one in statuses if one.state == "up"]
     if alone:
         parts.append((WARNING, "This member has no leader and decides alone, with a part of every limit."))
@@ -54,6 +56,9 @@ def summary_of(
         parts.append((WARNING, f"{_requests(nameless)} for a model that no backend serves yet."))
     if minute is not None:
         parts += _ended(minute)
+        for one in elsewhere:
+            if ends := minute.backend(one.name).ends:
+                parts.append((OK, f"{one.name} (external) got {_count(ends, 'request')} in the last minute."))
     limits: Counter[str] = Counter()
     for pool in pools:
         for band in pool.bands:

@@ -31,7 +31,7 @@ HELP = {
     "waiting": "requests in the queue of the proxy; oldest: how long the first waits",
     "TTFT": "time to first token in the last minute, median and 99th percentile",
     "load": "requests sent there, and how many the engine runs at once",
-    "role": "prefill or decode where it is not meant for both",
+    "role": "prefill, decode or external, if it is not an engine for both",
     "KV, hit": "share of the KV cache in use; share of prompt tokens that it had",
     "pace": "time for the same work, in multiples of the pool's; ! from 1.5x",
     "share, due": "its part of the band's tokens in the last minute; its part by weight",

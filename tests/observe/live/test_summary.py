@@ -37,6 +37,7 @@ def pool(*bands: BandSnapshot, backends: int = 3, down: int = 0) -> PoolSnapshot
     return PoolSnapshot("llama", True, False, 0, 0, bands, tuple(shown))
 
 
+PAID = BackendStatus("paid", "https://x", "external", "config", "up", 0, 0.0)
 UP = [status("gpu-0"), status("gpu-1"), status("gpu-2")]
 
 
@@ -46,6 +47,8 @@ UP = [status("gpu-0"), status("gpu-1"), status("gpu-2")]
         ([pool()], UP, {}, ("ok", "Healthy: 3 of 3 replicas up, nothing waits.")),
         ([pool()], UP[:1], {}, ("ok", "Healthy: 1 of 1 replica up, nothing waits.")),
         ([], [], {}, ("bad", "No backend is known.")),
+        ([pool()], [*UP, PAID], {}, ("ok", "Healthy: 3 of 3 replicas up, nothing waits.")),
+        ([pool()], [status("gpu-0", "down"), PAID], {}, ("bad", "No backend is up. gpu-0 is down.")),
         (
             [pool(band(0, 12, 2.14), band(-100, 1))],
             UP,

@@ -79,6 +79,8 @@ async def _written(context: RequestContext, call: Call) -> tuple[ParsedBody, Sen
     Returns the request of the client too. The loop is not blocked for more than about 2 ms. Raises NotContinued.
     """
     captured, reader = context.captured, context.rules.body_reader
+    if call.external:
+        raise NotContinued("an external backend, which may run another model, wrote the beginning")
     if context.route.kind not in KINDS:
         raise NotContinued(f"answers of the kind `{context.route.kind}` are not continued")
     asked = context.parsed if context.continuation is None else context.continuation.asked

@@ -54,7 +54,7 @@ function open(host, store) {
 export function replicaTable(store, full) {
   const made = { said: null };
   const columns = [
-    { title: "Replica", value: (one) => one.backend, text: (one) => (one.role === "both" ? one.backend : `${one.backend} (${one.role})`) },
+    { title: "Replica", value: (one) => one.backend, text: (one) => named(one) },
     { title: "State", value: (one) => one.state, fill: (cell, one) => fillState(cell, one, made.failures?.get(one.backend), store.offset) },
     ...(full ? [{ title: "", fill: (cell, one) => fillDrain(cell, one, store, made) }] : []),
     { title: "Load", number: true, value: (one) => share(one), fill: (cell, one) => fillLoad(cell, one), hint: "Requests in flight on the replica, and how many the engine runs at once. A few more may wait in the engine" },
@@ -101,6 +101,11 @@ function failures(events, since) {
     out.add(backend);
   }
   return found;
+}
+
+function named(one) {
+  if (one.external) return `${one.backend} (${one.role}, ${number(one.external.left)} of ${number(one.external.max_per_day)} left today)`;
+  return one.role === "both" ? one.backend : `${one.backend} (${one.role})`;
 }
 
 const pace = (one, value) => (one.state === "up" ? factor(value) : "–");
