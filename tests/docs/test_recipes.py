@@ -76,9 +76,14 @@ async def test_each_adapter_is_on_two_replicas_and_comes_back() -> None:
             assert (await proxy.post("/v1/load_lora_adapter", change, headers=key("admin"))).json["ok"] == 2
         first = await proxy.chat(HELLO | {"model": "sql"})
         assert first.status == 200
-        before = adapters(proxy, first.backend)
-        await proxy.replica(first.backend).restart()
-        await until(lambda: "sql" in before and adapters(proxy, first.backend) == before)
+        # Each of the three adapters is on two replicas, once all replicas have been polled.
+        await until(lambda: sum(len(adapters(proxy, name)) for name in proxy.app.pools.backends) == 6)
+        before, replica = set(adapters(proxy, first.backend)), proxy.replica(first.backend)
+        assert "sql" in before
+        seen = len(replica.requests_seen)
+        await replica.restart()
+        await until(lambda: sum("load_lora" in one.path for one in replica.requests_seen[seen:]) == len(before))
+        await until(lambda: set(adapters(proxy, first.backend)) == before)
 
 
 async def test_requests_wait_while_weights_are_updated() -> None:
