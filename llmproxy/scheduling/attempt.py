@@ -111,6 +111,12 @@ class Attempt(Struct, kw_only=True, omit_defaults=True):
             predicted_tpot=placed.tpot if request.sequences <= 1 else None,
         )
 
+    def __repr__(self) -> str:
+        return (
+            f"<Attempt {self.state.name} outcome={self.outcome} verdict={self.verdict} status={self.status}"
+            f" chunks={self.chunks} again={self.again.name}>"
+        )
+
     def enter(self, state: AttemptState) -> None:
         """Changes the state. Raises ValueError for a step back, and for any step after DONE.
 
