@@ -303,16 +303,20 @@ class Scheduler:
 
     def _readmit_stranded(self, retries: list[Queued], now: float) -> None:
         """Admits retries again whose last backend went down or left while they waited: they are held, or dropped."""
-        for queued in retries:
-            request, backends = queued.request, self._backends.by_name.values()
-            able = [one for one in backends if request.model in one.served and one.name not in queued.excluded]
-            if queued.gone or any(queued.on_hold or backend.up for backend in able):
+        for first in retries:
+            model, excluded, backends = first.request.model, first.excluded, self._backends.by_name.values()
+            able = [backend for backend in backends if model in backend.served and backend.name not in excluded]
+            if any(first.on_hold or backend.up for backend in able):
                 continue
-            waited = self._room.leave(queued)
-            try:
-                self._shed += self._admission.enter(request, queued.excluded, AdmissionKind.RETRY, now)
-            except Refused as refused:
-                self._decided.append(Drop(request, refused.outcome, refused.retry_after_s or 0.0, waited))
+            waiting = [one for one in self._room.waiting.values() if one.excluded == excluded]
+            for queued in waiting:
+                if queued.request.model != model or queued.on_hold is not first.on_hold:
+                    continue
+                request, waited = queued.request, self._room.leave(queued)
+                try:
+                    self._shed += self._admission.enter(request, excluded, AdmissionKind.RETRY, now)
+                except Refused as refused:
+                    self._decided.append(Drop(request, refused.outcome, refused.retry_after_s or 0.0, waited))
 
     def _grant_answers(self, decisions: list[Decision], now: float) -> None:
         """Grants a backend for the decode stage of each prefilled request, before any waiting request.

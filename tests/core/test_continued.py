@@ -202,6 +202,27 @@ def test_a_rest_ends_with_the_only_other_backend() -> None:
     assert refused.message == "Every backend of `base` that is up has failed this request."
 
 
+def test_all_rests_end_with_their_last_backend() -> None:
+    of = pools({"a": 9, "b": 1}, tight(queue=replace(DEFAULTS.queue, no_backend_wait_s=0.0)))
+    submit(of, *(request(id=f"r{at}", stream=True) for at in range(9)))
+    of.backends["b"].drained = True
+    held = grants(of)
+    for one in held:
+        of.apply(Returned(one.lease, Verdict.LOCAL_FAILURE, Usage(10, 4)), 1.0)
+    of.backends["b"].drained = False
+    submit(of, request(id="seat"), now=1.0)
+    of.backends["a"].drained = True
+    assert only_grant(of, 1.0).placed.backend == "b"
+    of.backends["a"].drained = False
+    for one in held:
+        of.submit(rest(one.request, 4), 1.0, frozenset({"a"}), AdmissionKind.CONTINUED)
+    assert of.decide(1.0) == []
+    of.backends["b"].drained = True
+    drops = of.decide(2.0)
+    assert sorted(drop.request.id for drop in drops) == sorted(one.request.id for one in held)
+    of.check(2.0)
+
+
 def test_a_rest_ends_when_the_only_other_backend_is_down_and_nothing_is_held() -> None:
     of, seat = waiting_rest(hold_s=0.0)
     of.backends[seat.placed.backend].drained = True

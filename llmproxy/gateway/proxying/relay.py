@@ -133,24 +133,26 @@ class Relay:
         exchange: Exchange | None = None
         moving: asyncio.Task[None] | None = None
 
+        def arrived() -> bool:
+            return exchange is not None and exchange.ended
+
         async def move() -> None:
             heard_s = call.heard_s
-            if await may_continue() and (lease.leaving or call.heard_s == heard_s):
+            if await may_continue() and (not arrived() if lease.leaving else call.heard_s == heard_s):
                 call.cut()
 
         def cut() -> None:
             # The loss of the backend ends the attempt, unless the whole answer has arrived and only the client is slow.
             # A preemption ends an attempt without an answer. A hang ends a stream that another backend can continue.
             nonlocal moving
-            arrived = exchange is not None and exchange.ended
-            if lease.revoked and not (attempt.committed and arrived):
+            if lease.revoked and not (attempt.committed and arrived()):
                 call.cut()
             elif not attempt.committed:
                 # The last attempt at the rest of a stream waits, because the stream would break.
                 waits = call.rest_of is not None or lease.leaving
                 if lease.preempted or (lease.hung and (lease.movable or not waits)):
                     call.cut()
-            elif lease.hung and call.holds and not arrived and (moving is None or moving.done()):
+            elif lease.hung and call.holds and not arrived() and (moving is None or moving.done()):
                 moving = spawned(move(), "move a stream")
 
         connect_s = self._timeouts.connect_s
