@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from llmproxy.core.domain import Grant, Outcome, Reading, Request, Usage, Verdict
+from llmproxy.core.domain import Outcome, Reading, Request, Usage, Verdict
 from llmproxy.lab.fleet.spec import Fault, FleetFaultKind, SimulatedFleet
 from llmproxy.lab.results.record import Record
 from llmproxy.lab.run.replay import SETTLE_S, replay
@@ -57,8 +57,9 @@ def test_the_proxy_hears_nothing_of_an_answer_before_it_has_ended(calls: Schedul
 def test_cached_blocks_are_reported_when_the_answer_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[float, str, tuple[int, ...]]] = []
 
-    def cached(_: Dispatcher, grant: Grant, hashes: tuple[int, ...]) -> None:
-        seen.append((asyncio.get_running_loop().time(), grant.placed.backend, hashes))
+    def cached(_: Dispatcher, pool: str, lease: int, backend: str, hashes: tuple[int, ...]) -> None:
+        del pool, lease
+        seen.append((asyncio.get_running_loop().time(), backend, hashes))
 
     monkeypatch.setattr(Dispatcher, "cached", cached)
     blocks = tuple(range(100, 160))
