@@ -32,7 +32,7 @@ from benchmarks.table import Table
 from llmproxy.config.value_types import hash_of
 
 POLICY = "power_of_two"
-REPLICA = ("--model", "sim", "--max-num-seqs", "8", "--speed", "0.5")
+BATCH = 8
 OBJECTIVE_S = 1.0
 """The laboratory's objective for short prompts."""
 TENANTS = {"chat": ("critical", Work(tokens=range(64, 193), words=100)), "batch": ("sheddable", Work(words=600))}
@@ -85,6 +85,7 @@ class Rig:
     shadow: str
     config: Path
     processes: dict[str, Process]
+    speed: float
 
     async def stop(self, *names: str) -> None:
         for name in names:
@@ -92,8 +93,9 @@ class Rig:
 
     async def start_replicas(self) -> None:
         for number, url in enumerate(self.replicas):
+            flags = ("--model", "sim", "--max-num-seqs", str(BATCH), "--speed", str(self.speed))
             log = self.folder / f"replica-{number}.log"
-            self.processes[f"replica-{number}"] = await start_replica(url, REPLICA, log)
+            self.processes[f"replica-{number}"] = await start_replica(url, flags, log)
         await up(*self.replicas)
 
     async def start_router(self, venvs: Sequence[Path]) -> None:
@@ -135,7 +137,7 @@ async def up(*urls: str) -> None:
 
 
 @asynccontextmanager
-async def rig(venvs: Sequence[Path]) -> AsyncIterator[Rig]:
+async def rig(venvs: Sequence[Path], speed: float) -> AsyncIterator[Rig]:
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="llmproxy-bench-")))
         urls = [free_url() for _ in range(2)]
@@ -145,7 +147,7 @@ async def rig(venvs: Sequence[Path]) -> AsyncIterator[Rig]:
         ]
         scheduling = {"flow": "tenant"}
         config.write_text(json.dumps({"backends": urls, "tenants": tenants, "scheduling": scheduling}))
-        made = Rig(folder, urls, free_url(), free_url(), config, {})
+        made = Rig(folder, urls, free_url(), free_url(), config, {}, speed)
 
         async def stop() -> None:
             for process in made.processes.values():
@@ -333,12 +335,13 @@ async def main() -> None:
     parser.add_argument("--peers-venv", type=Path, action="append", default=[], help="environment with vllm-router")
     parser.add_argument("--part", action="append", choices=("bytes", "faults", "time", "prediction"))
     parser.add_argument("--rate", type=float, action="append", help="requests per second; repeat it")
+    parser.add_argument("--speed", type=float, default=0.5, help="speed of the replicas")
     parser.add_argument("--seconds", type=float, default=40.0, help="length of each load")
     parser.add_argument("--count", type=int, default=200, help="pairs of requests for the added time")
     options = parser.parse_args()
     random.seed(1)
     parts = options.part or ["bytes", "faults", "time", "prediction"]
-    async with rig(options.peers_venv) as at:
+    async with rig(options.peers_venv, options.speed) as at:
         if set(parts) - {"prediction"}:
             await at.start_shadow(at.folder / "out")
         if "bytes" in parts:
