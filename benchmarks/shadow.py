@@ -228,6 +228,8 @@ async def faults(at: Rig, venvs: Sequence[Path]) -> None:
         for where, url in (("router alone", at.router), ("shadow", at.shadow)):
             table.row(name, where, *await watch(url, do, again))
             if again is None:
+                # Its port is closed at its very end.
+                await at.processes["vllm-router"].child.wait()
                 gone, ended = await said(at.shadow, [asked(chat())])
                 table.row("then a new request", "shadow", 0, gone.partition(b"\r\n")[0].decode(), ended)
                 await at.stop("vllm-router")

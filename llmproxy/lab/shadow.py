@@ -41,7 +41,7 @@ REQUESTS_MAX = 20_000
 """The most requests of a record that are simulated: the last ones."""
 FITS = 2
 PREFILL_SCALES = (1.0, 0.5, 2.0)
-SIZES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.25)
+SIZES = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
 CANNOT_KNOW = (
     ("Caches", "The engines' prefix caches as they were. The simulated ones begin empty, and evict by vLLM's rules."),
     ("Other traffic", "Requests that reach the replicas without the shadow. They are in the measured times alone."),
