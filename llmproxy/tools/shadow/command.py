@@ -28,7 +28,8 @@ from llmproxy.tools.shadow.watcher import Held, HttpWatcher
 REQUESTS, REPLICAS = "requests.jsonl", "replicas.json"
 """The files of a shadow."""
 SAY_EVERY_S = 60.0
-IDLE_S = 0.1
+LOOK_S, IDLE_S = 0.1, 1.0
+"""At the end, connections without a request are closed after `IDLE_S`, because a request may be on its way."""
 UNREACHABLE = "clients that got 502, because the router was unreachable"
 UNWATCHED = "connections passed on unread"
 
@@ -138,9 +139,9 @@ async def run(options: Options, say: Callable[[str], None], stop: asyncio.Event 
         server.close()
         tell("Ends when the open requests have ended. Ctrl-C again cuts them.")
         while pipes and not at_once.is_set():
-            for pipe in [pipe for pipe in pipes if not pipe.busy]:
+            for pipe in [pipe for pipe in pipes if not pipe.busy and pipe.quiet_s > IDLE_S]:
                 pipe.close()
-            await asyncio.sleep(IDLE_S)
+            await asyncio.sleep(LOOK_S)
         for pipe in list(pipes):
             pipe.close()
         await recorder.catch_up()

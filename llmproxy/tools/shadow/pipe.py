@@ -82,10 +82,16 @@ class Pipe:
     def busy(self) -> bool:
         if self._watcher is not None:
             return self._watcher.busy
-        return asyncio.get_running_loop().time() - self._last_byte_s < IDLE_S
+        return self.quiet_s < IDLE_S
+
+    @property
+    def quiet_s(self) -> float:
+        """Seconds since the last byte, or since the connection began."""
+        return asyncio.get_running_loop().time() - self._last_byte_s
 
     def begin(self, address: str) -> None:
         """Connects to the router for a client with this address."""
+        self._last_byte_s = asyncio.get_running_loop().time()
         try:
             self._watcher = self._watch(address)
         except Exception as error:  # noqa: BLE001 - as below

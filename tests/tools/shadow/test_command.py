@@ -25,10 +25,11 @@ def options(router: str, replica: str, out: Path) -> Options:
 
 
 async def test_from_start_to_end(tmp_path: Path) -> None:
-    held, stop = asyncio.Event(), asyncio.Event()
+    arrived, held, stop = asyncio.Event(), asyncio.Event(), asyncio.Event()
     counters = 'vllm:request_success_total{finished_reason="stop"} 3.0\nvllm:prefix_cache_queries_total 8.0\n'
 
     async def answer(request: web.Request) -> web.Response:
+        arrived.set()
         await held.wait()
         return web.json_response({"usage": {"prompt_tokens": 9, "completion_tokens": 2}, "of": request.path})
 
@@ -44,7 +45,7 @@ async def test_from_start_to_end(tmp_path: Path) -> None:
         async with aiohttp.ClientSession() as session:
             url = f"http://127.0.0.1:{port}/v1/completions"
             asked = asyncio.create_task(session.post(url, json={"prompt": "hello", "model": "m"}))
-            await asyncio.sleep(0.05)
+            await arrived.wait()
             stop.set()
             await asyncio.sleep(0.05)
             assert not shadow.done()
