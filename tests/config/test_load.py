@@ -336,7 +336,7 @@ def test_every_key_outside_lists_can_be_overridden() -> None:
         value = OTHER_THAN_DEFAULT.get(key, "99999999" if field.default is None else same)
         config: Any = load(None, [Override(key, value, "here")])
         for part in key.split("."):
-            config = getattr(config, part)
+            config = getattr(config, "continue_" if part == "continue" else part)
         if isinstance(field.default, tuple) and key not in OTHER_THAN_DEFAULT:
             assert config == field.default
         else:

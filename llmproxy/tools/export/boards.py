@@ -186,6 +186,9 @@ WAITING = Board(
                 f'{rate("tenant_tokens_total", TENANT)}))', "{{tenant}}"),), "percentunit"),
         Panel("Requests by tenant", "Requests of tenants that ended per second, by outcome.",
               ((rate("tenant_requests_total", HERE, "tenant, outcome"), "{{tenant}} {{outcome}}"),), "reqps"),
+        Panel("Cost of external backends", "Money per hour, and what is left of the day, in the currency of the prices.",
+              ((f'3600 * {rate("external_cost_total", BACKEND, "backend")}', "{{backend}} per hour"),
+               (gauge("external_day_left", BACKEND, "backend", "min"), "{{backend}} left today"))),
         Panel("Unknown objectives", "Requests per second whose header named an objective that is not configured.",
               ((rate("unknown_objectives_total", HERE), "unknown"),), "reqps"),
         Panel("Bytes in memory", "Request bodies: waiting by band, and all in the process.",
@@ -196,8 +199,6 @@ WAITING = Board(
                (quantile(0.99, "decision_seconds", HERE, ""), "p99")), "s"),
         Panel("Prefill and decode apart", "Requests per second in pools with roles: split, whole, or why not split.",
               ((rate("disaggregation_total", HERE, "mode"), "{{mode}}"),), "reqps", stacked=True),
-        Panel("Decisions", "Decision passes per second.",
-              ((rate("decision_seconds_count", HERE, "instance"), "{{instance}}"),), "ops"),
     ),
 )  # fmt: skip
 

@@ -27,10 +27,10 @@ COUNTED = {
     "hit_tokens": b"prefix_cache_hits",
 }
 """Counters of vLLM by the names of a summary."""
-_LINES = {
-    name: re.compile(rb"^vllm:%b(?:_total)?(?:\{[^\n]*\})? ([0-9.e+]+)" % metric, re.MULTILINE)
-    for name, metric in COUNTED.items()
-}
+_COUNTERS = re.compile(
+    rb"^vllm:(request_success|prefix_cache_queries|prefix_cache_hits)(?:_total)?(?:\{[^\n]*\})? ([0-9.e+]+)",
+    re.MULTILINE,
+)
 
 
 @dataclass(slots=True)
@@ -85,7 +85,8 @@ class Replicas:
         seen.waiting += reading.waiting
         if reading.waiting:
             seen.full = max(seen.full, reading.running)
-        seen.last = {name: sum(map(float, line.findall(page))) for name, line in _LINES.items()}
+        found = _COUNTERS.findall(page)
+        seen.last = {name: sum(float(value) for key, value in found if key == metric) for name, metric in COUNTED.items()}
         seen.first = seen.first or seen.last
 
     def facts(self) -> list[Mapping[str, Any]]:
