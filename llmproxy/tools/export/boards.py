@@ -186,7 +186,7 @@ WAITING = Board(
                 f'{rate("tenant_tokens_total", TENANT)}))', "{{tenant}}"),), "percentunit"),
         Panel("Requests by tenant", "Requests of tenants that ended per second, by outcome.",
               ((rate("tenant_requests_total", HERE, "tenant, outcome"), "{{tenant}} {{outcome}}"),), "reqps"),
-        Panel("Cost of external backends", "Money per hour, and what is left of the day, in the currency of the prices.",
+        Panel("Cost of external backends", "Money per hour, and the rest of the day, in the currency of the prices.",
               ((f'3600 * {rate("external_cost_total", BACKEND, "backend")}', "{{backend}} per hour"),
                (gauge("external_day_left", BACKEND, "backend", "min"), "{{backend}} left today"))),
         Panel("Unknown objectives", "Requests per second whose header named an objective that is not configured.",

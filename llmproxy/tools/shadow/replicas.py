@@ -86,7 +86,7 @@ class Replicas:
         if reading.waiting:
             seen.full = max(seen.full, reading.running)
         found = _COUNTERS.findall(page)
-        seen.last = {name: sum(float(value) for key, value in found if key == metric) for name, metric in COUNTED.items()}
+        seen.last = {name: sum(float(value) for of, value in found if of == metric) for name, metric in COUNTED.items()}
         seen.first = seen.first or seen.last
 
     def facts(self) -> list[Mapping[str, Any]]:
