@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from llmproxy.config import Config
-from llmproxy.lab import shadow
+from llmproxy.lab import results, shadow
 from llmproxy.lab.fleet.fleet_file import fleet_named
 from llmproxy.lab.results.result import SimulationResult
 from llmproxy.lab.shadow import predict
@@ -55,6 +55,7 @@ def test_the_report_fits_what_was_measured(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for name in ("plots", "drawing"):
         monkeypatch.delitem(sys.modules, f"llmproxy.lab.results.{name}", raising=False)
+        monkeypatch.delattr(results, name, raising=False)
     record(tmp_path)
     predict(tmp_path, Config(), "round_robin", workers=1)
     result = SimulationResult.model_validate_json((tmp_path / "result.json").read_bytes())
