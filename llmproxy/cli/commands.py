@@ -270,12 +270,13 @@ def replica(
 
 @app.command(cls=PanelHelp, short_help="Write dashboards, alerts or a scrape configuration.")
 def export(
-    kind: Annotated[str, typer.Argument(metavar="grafana|alerts|prometheus", help="Kind of files.")],
+    kind: Annotated[str, typer.Argument(metavar="grafana|alerts|prometheus|scaling", help="Kind of files.")],
     folder: Annotated[
         Path, typer.Argument(metavar="DIR", help="Folder of the files; created if it is missing.")
     ] = Path(),
 ) -> None:
-    """Write files for monitoring that fit this version: Grafana dashboards, Prometheus rules, or its configuration.
+    """Write files for this version: Grafana dashboards, Prometheus rules, a Prometheus configuration, or manifests for
+    autoscalers.
 
     Files of the same names are replaced.
     """

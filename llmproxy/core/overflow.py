@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from itertools import islice
 from math import inf
 
 from llmproxy.core.backends.backend import Backend
-from llmproxy.core.domain import Grant, GrantReason, Placed, Request
+from llmproxy.core.domain import Grant, GrantReason, Placed, Request, Verdict
 from llmproxy.core.lease_events import Returned
 from llmproxy.core.leases import LeaseObserver, LeaseRecord, Leases
 from llmproxy.core.placement.first_fit import limited
@@ -20,6 +20,11 @@ from llmproxy.core.queueing.waiting_room import WaitingRoom
 
 LOOK_MAX = 64
 """Waiting requests of a band that are examined for each grant. Bounds the time of a pass."""
+FREE = {
+    Verdict.CONNECT_FAILED, Verdict.LOCAL_FAILURE, Verdict.BUSY, Verdict.UNAUTHORIZED, Verdict.NOT_SERVED,
+    Verdict.DRAINING, Verdict.PREEMPTED,
+}  # fmt: skip
+"""Ends of attempts that cost nothing. Other attempts without a usage may have been computed, and cost as expected."""
 
 
 class MoneyObserver(LeaseObserver):
@@ -37,10 +42,13 @@ class MoneyObserver(LeaseObserver):
 
     def returned(self, lease: LeaseRecord, event: Returned, now: float) -> None:
         backend = lease.backend
-        self._days.reserve_money(backend.name, -self._reserved.pop(lease.number))
+        expected = self._reserved.pop(lease.number)
+        self._days.reserve_money(backend.name, -expected)
         used = charged_usage(lease.request, event.verdict, event.usage)
         if used is not None and backend.external is not None:
             self._days.spend(backend.name, backend.external.cost(used.prompt_tokens, used.output_tokens), now)
+        elif event.verdict not in FREE:
+            self._days.spend(backend.name, expected, now)
 
 
 def expected_cost(backend: Backend, request: Request) -> float:
@@ -88,12 +96,15 @@ class Overflow:
         return any(self._able(backend, request, excluded, now) for backend in self.externals.values())
 
     def _first(self, level: int, now: float) -> tuple[Queued, Backend] | None:
-        with closing(self._room.bands[level].heads()) as heads:
-            for queued in islice(heads, LOOK_MAX):
+        with closing(self._in_order(level, now)) as waiting:
+            for queued in islice(waiting, LOOK_MAX):
                 request = queued.request
-                if not request.overflows or limited(queued, self._limits) is not None:
+                if limited(queued, self._limits) is not None:
                     continue
-                down = not any(one.up and request.model in one.served for one in self._backends.values())
+                down = not any(
+                    one.up and request.model in one.served and one.name not in queued.excluded
+                    for one in self._backends.values()
+                )
                 for backend in self.externals.values():
                     if self._able(backend, request, queued.excluded, now):
                         assert backend.external is not None
@@ -102,6 +113,16 @@ class Overflow:
                             return queued, backend
                         self._due_s = min(self._due_s, due_s)
         return None
+
+    def _in_order(self, level: int, now: float) -> Generator[Queued, None, None]:
+        """Yields the requests that may overflow, in the order in which replicas would get them."""
+        lines = self._room.bands[level].lines(now)
+        try:
+            for line in lines:
+                yield from (queued for queued in line if queued.request.overflows)
+        finally:
+            if (close := getattr(lines, "close", None)) is not None:
+                close()
 
     def _able(self, backend: Backend, request: Request, excluded: frozenset[str], now: float) -> bool:
         external = backend.external

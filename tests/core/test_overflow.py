@@ -120,12 +120,41 @@ def test_the_bound_of_the_day_holds_with_requests_in_flight_and_ends_at_midnight
     first, second = grants(of)
     assert of.money_left("x", 0.0) == 10.0
     of.apply(Returned(first.lease, Verdict.SERVED, Usage(10, 1)), 1.0)
-    of.apply(Returned(second.lease, Verdict.FAILED), 1.0)
+    of.apply(Returned(second.lease, Verdict.FAILED, Usage(0, 0)), 1.0)
     # 11 are spent and 20 expected.
     assert names(grants(of, 1.0)) == ["r2"]
     assert grants(of, 2.0) == []
     assert of.money_left("x", 2.0) == 19.0
     assert of.money_left("x", 1_000.0) == 30.0
+
+
+def test_an_answer_that_may_have_been_computed_costs_as_expected() -> None:
+    of = fleet(max_per_day=50.0)
+    kill(of, "a")
+    of.days.begin("2026-11-28", 1_000.0, 0.0)
+    submit(of, *(mine(id=f"r{number}", deadline_s=5_000.0) for number in range(2)))
+    first, second = grants(of)
+    of.apply(Returned(first.lease, Verdict.TIMED_OUT), 1.0)
+    assert of.money_left("x", 1.0) == 10.0
+    of.apply(Returned(second.lease, Verdict.CONNECT_FAILED), 1.0)
+    assert of.money_left("x", 1.0) == 30.0
+
+
+def test_a_request_whose_only_replica_failed_goes_out_at_once() -> None:
+    of = fleet()
+    submit(of, mine(id="r0"))
+    (grant,) = grants(of)
+    assert grant.placed.backend == "a"
+    of.apply(Returned(grant.lease, Verdict.FAILED), 1.0)
+    of.submit(grant.request, 1.0, frozenset({"a"}), AdmissionKind.RETRY)
+    assert by_backend(grants(of, 1.0))["x"] == ["r0"]
+
+
+def test_flows_take_turns() -> None:
+    of = fleet()
+    kill(of, "a")
+    submit(of, *(mine(id=f"a{number}", flow="a") for number in range(20)), *(mine(id="b0", flow="b"),))
+    assert "b0" in names(grants(of))[:3]
 
 
 def test_a_failing_endpoint_is_ejected_and_a_busy_one_pauses() -> None:

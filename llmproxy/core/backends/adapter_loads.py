@@ -15,14 +15,17 @@ SAME_STEP_S = 0.05  # Requests within this time may start in one engine step, wi
 
 
 class LongestLoad:
-    """The longest time of one kind of delay in a pool, such as the load of an adapter. It decays slowly."""
+    """Estimates the longest delay of one kind in a pool, such as the load of an adapter.
+
+    A longer delay raises the estimate at once. Shorter delays lower it slowly. Time alone does not change it.
+    """
 
     def __init__(self, guess_s: float = GUESS_S) -> None:
         self.load_s = guess_s
         self._seen = 0
 
     def explained_s(self, loads: int) -> float:
-        """Returns the longest silence of a backend that `loads` adapter loads can explain."""
+        """Returns the longest normal silence of a backend during `loads` delays of this kind, at most MOST_S."""
         return min(MOST_S, LATE * self.load_s * loads)
 
     def learn(self, took_s: float, sure: bool) -> None:

@@ -181,7 +181,10 @@ class HangDetection:
         return None
 
     def _prepares_s(self, backend: BackendStreams, since_s: float, now: float) -> float:
-        """Returns the time that an idle engine may need for a grammar or for KV blocks; else 0."""
+        """Returns how long an engine may prepare requests, such as a grammar or KV blocks, without running any.
+
+        Returns 0 if the last scrape shows running requests, or is older than half of the silence.
+        """
         reading = backend.reading
         if reading is None or reading.running or reading.taken_at_s < 0.5 * (now + since_s):
             return 0.0

@@ -82,14 +82,14 @@ def call_for(
     rest_of = None if context.continuation is None else context.continuation.rest_of
     return Call(
         route.method,
-        head.path_qs,
+        head.path_qs.partition("?")[0] if external else head.path_qs,
         rules.identity.backend_headers(
             http, engine_id, backend, context.trusted, trace, attempt.span_id or "", head.forwarded
         ),
         spliced.parts,
         spliced.hides_usage,
         route.dialect,
-        _usage_max(context),
+        _usage_max(context, external),
         request.stage,
         rules.connector if prefill else None,
         OPENING_EVENTS.get(route.kind, 0) if decode else 0,
@@ -108,8 +108,11 @@ def call_for(
     )
 
 
-def _usage_max(context: RequestContext) -> Usage | None:
-    """The upper bound for the usage of the answer; None for a route that computes nothing."""
+def _usage_max(context: RequestContext, external: bool) -> Usage | None:
+    """The upper bound for the usage of the answer; None for a route that computes nothing.
+
+    `external`: the model of an external backend may have a longer context than that of the replicas.
+    """
     if not context.route.computes or context.parsed is None or context.target is None:
         return None
     facts: RequestFacts = context.parsed
@@ -118,7 +121,7 @@ def _usage_max(context: RequestContext) -> Usage | None:
         sequences = TURNS_MAX
     elif context.route.kind in UNKNOWN_SHAPES:
         facts, sequences = structs.replace(facts, max_tokens=None), max(SEQUENCES_MAX, sequences)
-    most = usage_max(facts, context.target.context_tokens, sequences)
+    most = usage_max(facts, None if external else context.target.context_tokens, sequences)
     return most if context.route.work is Work.GENERATES else Usage(most.prompt_tokens, sequences)
 
 

@@ -376,7 +376,9 @@ class RequestHandler:
         """Record the outcome of the attempt whose answer went to the client, and learn from its usage."""
         context.record.end(attempt.outcome, context.client.status, attempt.message)
         usage = context.lease.usage if context.lease is not None else None
-        if attempt.outcome is Outcome.COMPLETED and attempt.prompt_tokens is not None and usage is not None:
+        # An external backend has another tokenizer.
+        ours = attempt.outcome is Outcome.COMPLETED and attempt.backend not in self._rulebook.current.externals
+        if ours and attempt.prompt_tokens is not None and usage is not None:
             learn_usage(context, usage, self._estimator)
 
     def _cancelled(self, context: RequestContext, cause: BaseException) -> None:

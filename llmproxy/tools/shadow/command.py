@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from llmproxy.config import Config
+from llmproxy.config import Config, ConfigError
 from llmproxy.lifecycle.background import background_task
 from llmproxy.lifecycle.descriptors import raise_limit
 from llmproxy.tools.doctor.look import look_at
@@ -74,7 +74,8 @@ async def run(options: Options, say: Callable[[str], None], stop: asyncio.Event 
 
     router = router_at(options.to)
     raise_limit()
-    backends = [one for one in options.config.backends if not one.looked_up]
+    # As for `doctor`: an external backend is no engine, and must not get the key of the replicas.
+    backends = [one for one in options.config.backends if not one.looked_up and not one.is_external]
     replicas = await look_at(backends, options.config.backend_api_key)
     tell(report(replicas))
     try:
@@ -87,7 +88,12 @@ async def run(options: Options, say: Callable[[str], None], stop: asyncio.Event 
     loop, pipes = asyncio.get_running_loop(), set[Pipe]()
     tally, held, polled = Tally(tell), Held(), Replicas(replicas, options.config.backend_api_key)
     adapters = [card.name for replica in replicas for card in replica.models if card.parent is not None]
-    recorder = Recorder(options.config, adapters, file, options.file_bytes_max, held, tally)
+    try:
+        recorder = Recorder(options.config, adapters, file, options.file_bytes_max, held, tally)
+    except ConfigError:
+        file.close()
+        (options.out / REQUESTS).unlink()
+        raise
 
     def accepted() -> asyncio.Protocol:
         pipe = Pipe(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -20,8 +21,30 @@ from tests.tools.doctor.servers import METRICS, engine
 WAIT_S = 10.0
 
 
-def options(router: str, replica: str, out: Path) -> Options:
-    return Options("127.0.0.1", 0, router, Config.model_validate({"backends": [replica]}), out, 1 << 20)
+def options(router: str, replica: str, out: Path, **config: Any) -> Options:
+    config = {"backends": [replica]} | config
+    return Options("127.0.0.1", 0, router, Config.model_validate(config), out, 1 << 20)
+
+
+async def test_an_external_backend_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(request.headers.get("authorization", ""))
+        return web.json_response({})
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    monkeypatch.setenv("PAID_KEY", "paid")
+    external = {"api_key_env": "PAID_KEY", "models": {"m": "n"}, "max_per_day": 1}
+    external |= {"price_per_million_input": 1, "price_per_million_output": 1}
+    stop = asyncio.Event()
+    stop.set()
+    async with TestServer(app) as paid, engine() as replica, asyncio.timeout(WAIT_S):
+        backends = [str(replica.make_url("/")), {"url": str(paid.make_url("/")), "external": external}]
+        chosen = options("http://127.0.0.1:9", "", tmp_path / "out", backends=backends, backend_api_key="fleet")
+        await run(chosen, lambda _: None, stop)
+    assert asked == []
 
 
 async def test_from_start_to_end(tmp_path: Path) -> None:
