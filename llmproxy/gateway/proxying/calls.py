@@ -111,7 +111,7 @@ def call_for(
 def _usage_max(context: RequestContext, external: bool) -> Usage | None:
     """The upper bound for the usage of the answer; None for a route that computes nothing.
 
-    `external`: the model of an external backend may have a longer context than that of the replicas.
+    An external model may have a longer context than the replicas.
     """
     if not context.route.computes or context.parsed is None or context.target is None:
         return None
