@@ -26,7 +26,7 @@ def report(problems: Iterable[Problem]) -> None:
 
 
 def repeated(texts: Sequence[str], key: str) -> list[Problem]:
-    """Returns a problem for each text that repeats an earlier one, at the `key` of the later entry."""
+    """Returns a problem for each duplicate of an earlier text. Its location is (index of the duplicate, `key`)."""
     return [((i, key), f"{text!r} is given twice") for i, text in enumerate(texts) if text in texts[:i]]
 
 

@@ -179,7 +179,7 @@ class _Render(Protocol):
     def __call__(self, logger: WrappedLogger, method: str, event: EventDict, /) -> str: ...
 
     def exit(self, level: str, ended: RequestExit, why: GrantReason | None) -> str:
-        """Returns the line of a finished request, equal to the line that `__call__` makes from the event."""
+        """Formats the log line of a finished request. `__call__` would return the same line for the same fields."""
 
 
 class _JsonRender:

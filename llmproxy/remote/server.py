@@ -48,7 +48,7 @@ class Services:
 
 
 class _Lent(Struct, eq=False):
-    """A lease of the client, and the progress of its attempt."""
+    """A lease that this process lent to the client, and the progress of the attempt under the lease."""
 
     lease: Lease
     acknowledged: bool = False  # Without this, the lease ends when the connection is lost.

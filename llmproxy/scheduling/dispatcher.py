@@ -126,7 +126,7 @@ class Dispatcher:
         return lease
 
     def _abandon(self, request: Request, granted: asyncio.Future[Lease]) -> None:
-        """Cancels a request whose client left before or while its lease was granted."""
+        """Handles a client that left: cancels its waiting request, or returns the lease if it was already granted."""
         if request.id in self._waiting:
             del self._waiting[request.id]
             self._note_left(request, self.pools.cancel(request))

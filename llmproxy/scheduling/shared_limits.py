@@ -282,7 +282,7 @@ class SharedLimits:
         self._unanswered(asks)
 
     def _unanswered(self, asks: list[_Ask]) -> None:
-        """Reports to `asks` and all waiting requests that the store is away."""
+        """Ends the wait of `asks` and of all queued requests with False: the store is unavailable."""
         waiting = [*asks, *self._asks]
         self._asks.clear()
         for ask in waiting:

@@ -95,7 +95,9 @@ class Bookings:
         return ((x, one) for x, one in self.by_lease.items() if not one.started and not one.request.stream)
 
     def waits_for_adapter(self, reading: Reading) -> bool:
-        """Returns whether requests may wait for an adapter slot. Such a queue proves nothing about the batch limit."""
+        """Returns whether the engine's queue may be due to a lack of adapter slots. If so, the queue does not show the
+        batch limit.
+        """
         if reading.max_adapters is None or len(reading.running_adapters) < reading.max_adapters:
             return False
         adapters = {one.request.adapter for one in self.by_lease.values()} - {None}

@@ -202,7 +202,7 @@ class InUse:
         self._users: dict[int, int] = {}
 
     def matched(self, hashes: Sequence[int]) -> int:
-        """Returns how many of a prompt's first blocks are in use."""
+        """Returns the length of the longest prefix, in blocks, that a prompt shares with prompts in flight."""
         users = self._users
         if not hashes or hashes[0] not in users:
             return 0

@@ -45,7 +45,7 @@ _WORDS = (
 
 
 def answer_cause(status: int, body: bytes, *, own_key: bool) -> Cause:
-    """The cause of an answer with a status other than 2xx."""
+    """Classifies a failed answer by its status and body. `own_key`: the request carried the proxy's key."""
     cause = cause_of(status, own_key=own_key)
     if cause is Cause.ERROR:
         if _DRAINING in body:

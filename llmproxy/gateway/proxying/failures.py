@@ -48,6 +48,6 @@ async def fail(context: RequestContext, failure: Failure) -> web.StreamResponse:
 
 
 async def _end_stream(context: RequestContext, event: bytes) -> None:
-    """End a stream of comments with one last event and a regular end mark."""
+    """Ends an SSE stream that has sent only comments: writes a last event, then ends the HTTP body."""
     context.client.write(event)
     await within(context.client.end(), context.client, context.rules.config.timeouts.stall_s)

@@ -227,7 +227,7 @@ def check_cut(call: Call) -> None:
 
 
 async def read_answer(exchange: Exchange, bytes_max: int = BUFFERED_BYTES_MAX) -> bytes:
-    """Returns the body of an answer, or its beginning of more than `bytes_max` bytes."""
+    """Returns the body of an answer. Stops reading after more than `bytes_max` bytes, so a longer body is cut."""
     body = bytearray()
     while len(body) <= bytes_max:
         data = await exchange.chunk()

@@ -108,7 +108,10 @@ _Sink = Callable[[bytes], object]
 
 
 class _CanonicalReader:
-    """Writes the canonical bytes of the members of a body, value by value, without parsing a member as a whole."""
+    """Reads the prompt members of a JSON body value by value, and adds their canonical bytes to the hash chain.
+
+    It never parses a whole member at once.
+    """
 
     def __init__(self, body: bytes, begin: Chain, slice_bytes: int) -> None:
         self._body = body

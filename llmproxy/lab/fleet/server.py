@@ -30,7 +30,7 @@ class Subscriber(Protocol):
         """Handles the changes of cached blocks by a step that ended at `at_s`. Called in the order of the steps."""
 
     def broken(self) -> None:
-        """Handles the end of the process, with its caches and its unsent events."""
+        """Handles a crash of the replica's process: its caches and its unsent events are lost."""
 
 
 @dataclass(slots=True)

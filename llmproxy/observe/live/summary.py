@@ -111,7 +111,10 @@ def _failing(up: Sequence[BackendStatus], minute: Sums) -> list[tuple[str, str]]
 
 
 def _ended(minute: Sums) -> list[tuple[str, str]]:
-    """Returns texts about refused and failed requests, with their levels. A used-up rate limit is no warning."""
+    """Returns (level, text) for the refused and for the failed requests of the last minute, if there are any.
+
+    The level is OK if all of them exceeded a rate limit, otherwise WARNING.
+    """
     parts = []
     total = _count(sum(band.kinds.total() for band in minute.bands.values()), "request")
     for kind, word in (("refused", "were refused"), ("failed", "failed")):

@@ -1,4 +1,4 @@
-"""Serves the flows of a band one request each in turn, whatever the requests cost."""
+"""Round-robin fairness: each flow of a band gets one request per turn, whatever the cost of the request."""
 
 from __future__ import annotations
 
