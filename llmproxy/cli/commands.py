@@ -399,7 +399,7 @@ def batch(
     The same command goes on after any end. Exit code: 0 if each request has a result, 1 if some of them failed, 2 for
     wrong input, 3 if results are missing.
     """
-    from llmproxy.tools.batch import BatchError, Options, run
+    from llmproxy.tools.batch import BatchError, BatchOptions, run
     from llmproxy.tools.top import AskError, ProxyAddress
 
     if given.pop("while_idle"):
@@ -408,7 +408,7 @@ def batch(
     if file.exists() and given["out"].exists() and file.samefile(given["out"]):
         fail([f"llmproxy batch: {file} has the requests; name another file with --out"])
     try:
-        options = Options(file, proxy=ProxyAddress.parsed(given.pop("url"), given.pop("api_key")), **given)
+        options = BatchOptions(file, proxy=ProxyAddress.parsed(given.pop("url"), given.pop("api_key")), **given)
         raise typer.Exit(asyncio.run(run(options)))
     except (AskError, BatchError) as error:
         fail([f"llmproxy batch: {error}"])
@@ -434,7 +434,7 @@ def simulate(**given: Any) -> None:
     least_request, power_of_two, cache_aware, epp_blend, epp_sticky, dynamo_cost, session), and an oracle. Parameters
     may follow a name: "cost(look_ahead=0,fairness=fcfs)".
     """
-    from llmproxy.lab.simulate import Options, Unusable, simulate
+    from llmproxy.lab.simulate import SimulateOptions, Unusable, simulate
 
     try:
         # An arrival of a trace has a tenant, and this header names it.
@@ -448,7 +448,7 @@ def simulate(**given: Any) -> None:
             "seeds": tuple(range(first_seed, first_seed + given["seeds"])),
             "scales": tuple(given["scales"] or ()),
         }
-        simulate(Options(**given))
+        simulate(SimulateOptions(**given))
     except ConfigError as error:
         fail(error.problems)
     except Unusable as error:

@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from llmproxy.cli.flags import ALIASES, PREFIX, from_flags
-from llmproxy.config import BackendConfig, ConfigError, Override, load, load_backends
+from llmproxy.config import BackendConfig, BackendTlsConfig, ConfigError, Override, load, load_backends
 
 ApiKey = Annotated[
     str | None,
@@ -114,6 +114,10 @@ def init(
 
 def shadow(
     to: Annotated[str | None, typer.Option("--to", metavar="URL", help="Address of the router that you run.")] = None,
+    to_ca: Annotated[
+        Path | None, typer.Option("--to-ca", metavar="FILE", help="CA certificates for an https:// router.")
+    ] = None,
+    to_insecure: Annotated[bool, typer.Option("--to-insecure", help="Accept any certificate of the router.")] = False,
     backends: Annotated[
         list[str] | None, typer.Option("--backend", metavar="URL", help="Base URL of a replica behind it; repeat it.")
     ] = None,
@@ -141,7 +145,7 @@ def shadow(
 
     from llmproxy.lab.shadow import check_policy, predict
     from llmproxy.lab.simulate import Unusable
-    from llmproxy.tools.shadow import Options, ShadowError, run
+    from llmproxy.tools.shadow import ShadowError, ShadowOptions, run
 
     key = [] if api_key is None else [Override("backend_api_key", api_key, "--api-key")]
     try:
@@ -153,7 +157,8 @@ def shadow(
             host, _, port = listen.rpartition(":")
             if to is None or not settled.backends or not (host and port.isascii() and port.isdigit()):
                 fail(["llmproxy shadow: give --to URL, --backend URL for each replica, and --listen HOST:PORT"])
-            options = Options(host.strip("[]"), int(port), to, settled, out, record_mb << 20)
+            tls = BackendTlsConfig(ca=to_ca, insecure_skip_verify=to_insecure)
+            options = ShadowOptions(host.strip("[]"), int(port), to, settled, out, record_mb << 20, tls)
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(run(options, lambda text: typer.echo(text, err=True)))
         predict(out, settled, policy)

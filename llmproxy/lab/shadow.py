@@ -42,6 +42,10 @@ REQUESTS_MAX = 20_000
 FITS = 2
 PREFILL_SCALES = (1.0, 0.5, 2.0)
 SIZES = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
+TIMES = (
+    f"The row {MEASURED} has the times of your clients' requests on your replicas. All other rows are predicted: their "
+    "times are virtual, and latencies deep in overload should not be taken as absolute."
+)
 CANNOT_KNOW = (
     ("Caches", "The engines' prefix caches as they were. The simulated ones begin empty, and evict by vLLM's rules."),
     ("Other traffic", "Requests that reach the replicas without the shadow. They are in the measured times alone."),
@@ -113,7 +117,7 @@ def predict(folder: Path, config: Config, policy: str, workers: int | None = Non
         (folder / "fleet.yaml").write_text(_fleet_file(fleet))
         (folder / "result.json").write_bytes(to_bytes(result))
         (folder / "report.html").write_text(
-            page(result, "The effect of llmproxy", [after.policy], Extra(tables, draw)), encoding="utf-8"
+            page(result, "The effect of llmproxy", [after.policy], Extra(tables, draw, TIMES)), encoding="utf-8"
         )
     except OSError as error:
         raise Unusable(f"--out {folder}: {error.strerror}") from None

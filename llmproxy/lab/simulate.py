@@ -36,7 +36,7 @@ SCALE_LEAST, SCALE_MOST = 1e-3, 1e3
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class SimulateOptions:
     """The options of the command line; see the help of its flags."""
 
     trace: str
@@ -64,7 +64,7 @@ class Unusable(Exception):  # noqa: N818 - an answer for people, not an error of
     """The simulation cannot run. The message says why and what to do."""
 
 
-def simulate(options: Options) -> None:
+def simulate(options: SimulateOptions) -> None:
     """Runs everything, prints tables and writes the files. Raises Unusable."""
     try:
         _simulate(options)
@@ -72,7 +72,7 @@ def simulate(options: Options) -> None:
         raise Unusable(str(error)) from None
 
 
-def _simulate(options: Options) -> None:
+def _simulate(options: SimulateOptions) -> None:
     console = Console()
     wanted = [*(options.policies or (own_name(options.config),)), *((ORACLE,) if options.oracle else ())]
     try:
@@ -137,7 +137,7 @@ def _simulate(options: Options) -> None:
         _write(options.out, options, result, own, _extra(finished, sizes, splits, simulation.wanted), console)
 
 
-def _wanted(options: Options) -> Wanted:
+def _wanted(options: SimulateOptions) -> Wanted:
     """Parses the objectives of the options. Raises Unusable."""
     try:
         return Wanted() if options.objective is None else Wanted.parsed(options.objective)
@@ -161,7 +161,7 @@ def _extra(finished: Sequence[Finished], sizes: Sequence[Sizes], splits: Sequenc
     return Extra(draw=draw)
 
 
-def _check(options: Options, fleet: SimulatedFleet, read: tuple[Trace, Survey]) -> None:
+def _check(options: SimulateOptions, fleet: SimulatedFleet, read: tuple[Trace, Survey]) -> None:
     """Checks that trace, fleet and configuration fit together. Raises Unusable."""
     trace, found = read
     block_size = fleet.replicas[0].block_size
@@ -224,7 +224,9 @@ def _bounds(simulation: Simulation, chosen: Sequence[Point]) -> dict[str, dict[s
     }
 
 
-def _description(options: Options, fleet: SimulatedFleet, plans: Sequence[PolicyPlan], found: Survey) -> dict[str, Any]:
+def _description(
+    options: SimulateOptions, fleet: SimulatedFleet, plans: Sequence[PolicyPlan], found: Survey
+) -> dict[str, Any]:
     """Returns the inputs of the simulation, so that it can be repeated."""
     return {
         "trace": Path(options.trace).name if not options.trace.startswith("gen:") else options.trace,
@@ -247,7 +249,7 @@ def _description(options: Options, fleet: SimulatedFleet, plans: Sequence[Policy
 
 
 def _write(
-    out: Path, options: Options, result: SimulationResult, own: Sequence[str], extra: Extra,
+    out: Path, options: SimulateOptions, result: SimulationResult, own: Sequence[str], extra: Extra,
     console: Console,
 ) -> None:  # fmt: skip
     try:

@@ -63,7 +63,7 @@ class Endpoints:
             self.tls[backend.url] = PeerTls.from_config(backend)
         except OSError as error:
             if not quiet:
-                _log.warning("backend_ca_reload_failed", backend=backend.name, why=ca_error(backend, error))
+                _log.warning("backend_ca_reload_failed", backend=backend.name, why=ca_error(backend.tls, error))
             return
         if not quiet:
             _log.info("backend_ca_reloaded", backend=backend.name, ca=str(backend.tls.ca))

@@ -29,7 +29,7 @@ class PeerTls:
         if backend.tls.ca is not None:
             authorities = WatchedFile(backend.tls.ca)
             authorities.take()
-        return cls(_context(backend), backend.tls, authorities)
+        return cls(context_for(backend.tls), backend.tls, authorities)
 
 
 def peers_tls(backends: Iterable[BackendConfig]) -> dict[str, PeerTls]:
@@ -40,21 +40,22 @@ def peers_tls(backends: Iterable[BackendConfig]) -> dict[str, PeerTls]:
             try:
                 peers[backend.url] = PeerTls.from_config(backend)
             except OSError as error:
-                raise ConfigError([f"backends[{i}].tls.ca: {ca_error(backend, error)}"]) from None
+                raise ConfigError([f"backends[{i}].tls.ca: {ca_error(backend.tls, error)}"]) from None
     return peers
 
 
-def ca_error(backend: BackendConfig, error: OSError) -> str:
+def ca_error(tls: BackendTlsConfig, error: OSError) -> str:
     """Returns a message for people about an unusable CA file."""
-    return f"{backend.tls.ca} holds no certificate: {error.strerror or error}"
+    return f"{tls.ca} holds no certificate: {error.strerror or error}"
 
 
-def _context(backend: BackendConfig) -> ssl.SSLContext:
-    context = ssl.create_default_context(cafile=backend.tls.ca)
+def context_for(tls: BackendTlsConfig) -> ssl.SSLContext:
+    """Returns the context of a client. Raises OSError if the CA file cannot be used."""
+    context = ssl.create_default_context(cafile=tls.ca)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     # This proxy only speaks HTTP/1.1, so a proxy in front of an engine must not choose HTTP/2.
     context.set_alpn_protocols(["http/1.1"])
-    if backend.tls.insecure_skip_verify:
+    if tls.insecure_skip_verify:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
     return context

@@ -69,6 +69,8 @@ def test_the_report_fits_what_was_measured(tmp_path: Path, monkeypatch: pytest.M
     report = (tmp_path / "report.html").read_text()
     for title in ("By band", "By tenant", "Balance and caches", "Replicas", "This prediction cannot know"):
         assert title in report
+    assert "The row measured has the times of your clients" in report
+    assert "no GPU was run" not in report
     assert [spec.name for spec in fleet_named(str(tmp_path / "fleet.yaml")).replicas] == ["gpu-0", "gpu-1"]
 
 

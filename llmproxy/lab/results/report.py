@@ -30,8 +30,9 @@ RULES = (
     "Every policy met the same arrivals. Goodput is the share of all <em>offered</em> requests that were completed "
     "within both of their objectives, time to first token and mean time per output token: refusals, timeouts and "
     "failures are misses. Quantiles are nearest-rank, over completed requests, within 0.5 %. Figures of several seeds "
-    "are averaged. Times are virtual: no GPU was run, and latencies deep in overload should not be taken as absolute."
+    "are averaged."
 )
+VIRTUAL = "Times are virtual: no GPU was run, and latencies deep in overload should not be taken as absolute."
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +46,11 @@ class ExtraTable:
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """Additional parts of a page. `draw` is called within the plot style."""
+    """Additional parts of a page. `draw` is called within the plot style. `times` says how the times were found."""
 
     tables: Sequence[ExtraTable] = ()
     draw: Callable[[], Sequence[Plot]] | None = None
+    times: str = VIRTUAL
 
 
 NOTHING_MORE = Extra()
@@ -62,7 +64,7 @@ def page(result: SimulationResult, title: str, own: Collection[str] = (), extra:
     figures = _figures(result, own, extra)
     policies, points = policies_of(result), load_points(result)
     tables = "".join(_load(point, policies, own) for point in points) or "<p>Nothing was run.</p>"
-    rules = f"{RULES} {ORACLE_NOTE}" if has_oracle(points) else RULES
+    rules = " ".join((RULES, escape(extra.times), *((ORACLE_NOTE,) if has_oracle(points) else ())))
     extras = "".join(
         _section(
             one.title,

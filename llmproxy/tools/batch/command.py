@@ -32,7 +32,7 @@ LINE_EACH_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class BatchOptions:
     """The flags of the command."""
 
     file: Path
@@ -43,7 +43,7 @@ class Options:
     attempts: int
 
 
-async def run(options: Options) -> int:
+async def run(options: BatchOptions) -> int:
     """Sends the requests of a batch that have no result yet. Returns the exit code. Raises BatchError for files that
     cannot be used, and for a server that takes no requests.
     """
@@ -76,7 +76,7 @@ async def run(options: Options) -> int:
     return WITH_FAILURES if tally.failed else COMPLETE
 
 
-async def _send(options: Options, requests: RequestFile, results: ResultFile, tally: Tally) -> str:
+async def _send(options: BatchOptions, requests: RequestFile, results: ResultFile, tally: Tally) -> str:
     """Sends the requests without a result. Returns why some are left. Raises BatchError."""
     key, objective = options.proxy.key, {OBJECTIVE_HEADERS[0]: options.criticality}
     async with AsyncExitStack() as stack:

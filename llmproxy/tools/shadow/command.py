@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import ssl
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
@@ -15,7 +14,7 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from llmproxy.config import Config, ConfigError
+from llmproxy.config import BackendTlsConfig, Config, ConfigError
 from llmproxy.lifecycle.background import background_task
 from llmproxy.lifecycle.descriptors import raise_limit
 from llmproxy.tools.doctor.look import look_at
@@ -24,12 +23,15 @@ from llmproxy.tools.shadow.pipe import Pipe, Router
 from llmproxy.tools.shadow.recorder import Recorder, Tally
 from llmproxy.tools.shadow.replicas import Replicas
 from llmproxy.tools.shadow.watcher import Held, HttpWatcher
+from llmproxy.upstream.tls import ca_error, context_for
 
 REQUESTS, REPLICAS = "requests.jsonl", "replicas.json"
 """The files of a shadow."""
 SAY_EVERY_S = 60.0
 LOOK_S, IDLE_S = 0.1, 1.0
 """At the end, connections without a request are closed after `IDLE_S`, because a request may be on its way."""
+OF_THE_SYSTEM = BackendTlsConfig()
+"""A router's certificate is verified by the CAs of the system."""
 UNREACHABLE = "clients that got 502, because the router was unreachable"
 UNWATCHED = "connections passed on unread"
 
@@ -39,7 +41,7 @@ class ShadowError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class ShadowOptions:
     """The flags of the command. `config` has the backends."""
 
     host: str
@@ -48,10 +50,12 @@ class Options:
     config: Config
     out: Path
     file_bytes_max: int
+    # How to verify the certificate of the router.
+    tls: BackendTlsConfig = OF_THE_SYSTEM
 
 
-def router_at(url: str) -> Router:
-    """Raises ShadowError for a URL that names no router."""
+def router_at(url: str, tls: BackendTlsConfig) -> Router:
+    """Raises ShadowError for a URL that names no router, and for a CA file without a certificate."""
     parts = urlsplit(url)
     try:
         port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -59,10 +63,19 @@ def router_at(url: str) -> Router:
         port = 0
     if parts.scheme not in ("http", "https") or not parts.hostname or not port or parts.path.strip("/"):
         raise ShadowError(f"--to {url}: write the address of your router, without a path, like http://router:8000")
-    return Router(url, parts.hostname, port, ssl.create_default_context() if parts.scheme == "https" else None)
+    if parts.scheme == "http":
+        if tls != OF_THE_SYSTEM:
+            raise ShadowError(f"--to-ca and --to-insecure need an https:// router, and --to is {url}")
+        return Router(url, parts.hostname, port)
+    if tls.ca is not None and tls.insecure_skip_verify:
+        raise ShadowError("--to-insecure accepts any certificate: leave it out, or --to-ca")
+    try:
+        return Router(url, parts.hostname, port, context_for(tls))
+    except OSError as error:
+        raise ShadowError(f"--to-ca: {ca_error(tls, error)}") from None
 
 
-async def run(options: Options, say: Callable[[str], None], stop: asyncio.Event | None = None) -> None:
+async def run(options: ShadowOptions, say: Callable[[str], None], stop: asyncio.Event | None = None) -> None:
     """Passes requests on until the first signal, or until `stop`, and then until all open requests have ended or the
     second signal. Raises ShadowError.
     """
@@ -72,7 +85,7 @@ async def run(options: Options, say: Callable[[str], None], stop: asyncio.Event 
         with suppress(OSError, ValueError):
             say(text)
 
-    router = router_at(options.to)
+    router = router_at(options.to, options.tls)
     raise_limit()
     # As for `doctor`: an external backend is no engine, and must not get the key of the replicas.
     backends = [one for one in options.config.backends if not one.looked_up and not one.is_external]

@@ -11,7 +11,7 @@ import socket
 import struct
 from collections.abc import Callable
 from fcntl import ioctl
-from ssl import SSLContext
+from ssl import SSLCertVerificationError, SSLContext
 from termios import TIOCOUTQ
 from typing import NamedTuple, Protocol, cast
 
@@ -105,7 +105,11 @@ class Pipe:
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or str(error)
             lack = errno_reason(error) if isinstance(error, OSError) else None
-            advice = f"llmproxy shadow lacks a resource: {lack}" if lack else "Start it, or correct --to"
+            advice = "Start it, or correct --to"
+            if lack:
+                advice = f"llmproxy shadow lacks a resource: {lack}"
+            elif isinstance(error, SSLCertVerificationError):
+                advice = "Name its CA with --to-ca FILE, or accept any certificate with --to-insecure"
             message = f"llmproxy shadow cannot reach your router at {router.url}: {why}. {advice}."
             self._refused = Failure(Outcome.CONNECT_FAILED, message).raw()
             self._on_unreachable()

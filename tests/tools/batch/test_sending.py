@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from llmproxy.tools.batch import BatchError, Options, run, window
+from llmproxy.tools.batch import BatchError, BatchOptions, run, window
 from llmproxy.tools.top import ProxyAddress
 from tests.tools.batch.files import line, read, write
 
@@ -64,9 +64,9 @@ async def serving(server: Server) -> AsyncIterator[str]:
         yield str(running.make_url("/"))
 
 
-def options(url: str, folder: Path, **fields: Any) -> Options:
+def options(url: str, folder: Path, **fields: Any) -> BatchOptions:
     given = {"in_flight": None, "criticality": "sheddable", "attempts": 3} | fields
-    return Options(folder / "b.jsonl", ProxyAddress.parsed(url, "k"), folder / "r.jsonl", **given)
+    return BatchOptions(folder / "b.jsonl", ProxyAddress.parsed(url, "k"), folder / "r.jsonl", **given)
 
 
 async def sent(server: Server, folder: Path, **fields: Any) -> tuple[int, dict[str, dict[str, Any]]]:

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+import trustme
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from typer.testing import CliRunner
 
 from llmproxy.cli import commands as cli
-from llmproxy.config import Config
-from llmproxy.tools.shadow import Options, ShadowError, run
+from llmproxy.config import BackendTlsConfig, Config
+from llmproxy.tools.shadow import ShadowError, ShadowOptions, run
 from tests.tools.doctor.servers import METRICS, engine
 
 WAIT_S = 10.0
 
 
-def options(router: str, replica: str, out: Path, **config: Any) -> Options:
+def options(router: str, replica: str, out: Path, **config: Any) -> ShadowOptions:
     config = {"backends": [replica]} | config
-    return Options("127.0.0.1", 0, router, Config.model_validate(config), out, 1 << 20)
+    return ShadowOptions("127.0.0.1", 0, router, Config.model_validate(config), out, 1 << 20)
 
 
 async def test_an_external_backend_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +50,11 @@ async def test_an_external_backend_is_not_asked(tmp_path: Path, monkeypatch: pyt
     assert asked == []
 
 
-async def test_from_start_to_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tls", [False, True])
+async def test_from_start_to_end(tmp_path: Path, tls: bool) -> None:
+    authority, of_router = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(of_router)
+    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
     arrived, held, stop = asyncio.Event(), asyncio.Event(), asyncio.Event()
     counters = 'vllm:request_success_total{finished_reason="stop"} 3.0\nvllm:prefix_cache_queries_total 8.0\n'
 
@@ -59,8 +66,12 @@ async def test_from_start_to_end(tmp_path: Path) -> None:
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", answer)
     said: list[str] = []
-    async with TestServer(app) as router, engine(metrics=METRICS + counters) as replica, asyncio.timeout(WAIT_S):
+    router = TestServer(app)
+    await router.start_server(ssl=of_router if tls else None)
+    async with router, engine(metrics=METRICS + counters) as replica, asyncio.timeout(WAIT_S):
         chosen = options(str(router.make_url("/")), str(replica.make_url("/")), tmp_path / "out")
+        if tls:
+            chosen = replace(chosen, tls=BackendTlsConfig(ca=tmp_path / "ca.pem"))
         shadow = asyncio.create_task(run(chosen, said.append, stop))
         while not any("Passes" in text for text in said):  # noqa: ASYNC110 - the text is the only sign
             await asyncio.sleep(0.01)
@@ -87,6 +98,20 @@ async def test_addresses_that_are_no_router(tmp_path: Path, url: str) -> None:
     async with engine() as replica:
         with pytest.raises(ShadowError, match="--to"):
             await run(options(url, str(replica.make_url("/")), tmp_path), print)
+
+
+@pytest.mark.parametrize(
+    ("url", "tls", "says"),
+    [
+        ("http://router:8000", {"insecure_skip_verify": True}, "need an https:// router"),
+        ("https://router", {"ca": __file__}, "--to-ca: .*test_command.py holds no certificate"),
+        ("https://router", {"ca": __file__, "insecure_skip_verify": True}, "leave it out, or --to-ca"),
+    ],
+)
+async def test_wrong_ways_to_verify_the_router(tmp_path: Path, url: str, tls: dict[str, Any], says: str) -> None:
+    chosen = replace(options(url, "http://127.0.0.1:1", tmp_path), tls=BackendTlsConfig.model_validate(tls))
+    with pytest.raises(ShadowError, match=says):
+        await run(chosen, print)
 
 
 async def test_a_record_is_not_replaced(tmp_path: Path) -> None:

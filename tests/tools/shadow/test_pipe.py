@@ -6,11 +6,13 @@ import asyncio
 import json
 import random
 import socket
+import ssl
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
+import trustme
 
 from llmproxy.tools.shadow.pipe import Pipe, Router
 
@@ -73,18 +75,34 @@ class Rig:
         self.ended.set()
 
 
+class Certified:
+    """The two sides of TLS to a router."""
+
+    def __init__(self, trusted: bool = True) -> None:
+        authority = trustme.CA()
+        self.of_router, self.of_shadow = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
+        authority.issue_cert("127.0.0.1").configure_cert(self.of_router)
+        if trusted:
+            authority.configure_trust(self.of_shadow)
+
+
+tls_too = pytest.mark.parametrize("tls", [None, Certified()], ids=["http", "https"])
+
+
 @asynccontextmanager
-async def shadowed(handler: Handler | None, watch: Callable[[str], Watching] | None = None) -> AsyncIterator[Rig]:
+async def shadowed(
+    handler: Handler | None, watch: Callable[[str], Watching] | None = None, tls: Certified | None = None
+) -> AsyncIterator[Rig]:
     """A shadow in front of a router that runs `handler` for each connection; None for a router that is not there."""
     loop = asyncio.get_running_loop()
-    there = await asyncio.start_server(handler or _nothing, "127.0.0.1", 0)
+    there = await asyncio.start_server(handler or _nothing, "127.0.0.1", 0, ssl=tls.of_router if tls else None)
     at = there.sockets[0].getsockname()[1]
     if handler is None:
         there.close()
         await there.wait_closed()
     watching = Watching()
     rig = Rig(0, watch or (lambda _: watching))
-    router = Router(f"http://127.0.0.1:{at}", "127.0.0.1", at)
+    router = Router(f"http://127.0.0.1:{at}", "127.0.0.1", at, tls.of_shadow if tls else None)
     server = await loop.create_server(lambda: rig.accept(router), "127.0.0.1", 0)
     rig.port = server.sockets[0].getsockname()[1]
     try:
@@ -101,7 +119,8 @@ async def _nothing(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Non
     writer.close()
 
 
-async def test_every_byte_passes_both_ways() -> None:
+@tls_too
+async def test_every_byte_passes_both_ways(tls: Certified | None) -> None:
     rng = random.Random(1)
     question, answer = rng.randbytes(3 << 20), rng.randbytes(3 << 20)
     got = bytearray()
@@ -113,7 +132,7 @@ async def test_every_byte_passes_both_ways() -> None:
         writer.close()
 
     watching = Watching()
-    async with shadowed(router, lambda _: watching) as rig:
+    async with shadowed(router, lambda _: watching, tls) as rig:
         reader, writer = await asyncio.open_connection("127.0.0.1", rig.port)
         writer.write(question)
         assert await reader.read(-1) == answer
@@ -160,7 +179,8 @@ async def test_a_client_that_has_sent_all_still_gets_the_answer() -> None:
         writer.close()
 
 
-async def test_a_client_that_leaves_ends_the_connection_to_the_router() -> None:
+@tls_too
+async def test_a_client_that_leaves_ends_the_connection_to_the_router(tls: Certified | None) -> None:
     left = asyncio.Event()
 
     async def router(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -170,7 +190,7 @@ async def test_a_client_that_leaves_ends_the_connection_to_the_router() -> None:
         writer.close()
 
     watching = Watching()
-    async with shadowed(router, lambda _: watching) as rig:
+    async with shadowed(router, lambda _: watching, tls) as rig:
         reader, writer = await asyncio.open_connection("127.0.0.1", rig.port)
         assert await reader.readexactly(5) == b"first"
         writer.close()
@@ -179,13 +199,14 @@ async def test_a_client_that_leaves_ends_the_connection_to_the_router() -> None:
     assert watching.ends == [True]
 
 
-async def test_a_reset_of_the_router_is_a_reset_for_the_client() -> None:
+@tls_too
+async def test_a_reset_of_the_router_is_a_reset_for_the_client(tls: Certified | None) -> None:
     async def router(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"first")
         await reader.readexactly(2)
         _reset(writer)
 
-    async with shadowed(router) as rig:
+    async with shadowed(router, tls=tls) as rig:
         reader, writer = await asyncio.open_connection("127.0.0.1", rig.port)
         assert await reader.readexactly(5) == b"first"
         writer.write(b"go")
@@ -214,7 +235,35 @@ async def test_a_router_that_is_not_there_is_named() -> None:
     assert rig.unreachable == 1
 
 
-async def test_a_slow_reader_slows_the_router() -> None:
+async def test_a_router_whose_certificate_is_not_trusted_is_named() -> None:
+    async with shadowed(_echo, tls=Certified(trusted=False)) as rig:
+        reader, writer = await asyncio.open_connection("127.0.0.1", rig.port)
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        answer = await reader.read(-1)
+        writer.close()
+        await rig.ended.wait()
+    assert answer.startswith(b"HTTP/1.1 502 Bad Gateway")
+    assert b"certificate verify failed" in answer
+    assert b"--to-ca" in answer
+    assert rig.unreachable == 1
+
+
+async def test_a_router_with_tls_that_closes_ends_the_connection() -> None:
+    async def router(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"all")
+        writer.close()
+
+    watching = Watching()
+    async with shadowed(router, lambda _: watching, Certified()) as rig:
+        reader, writer = await asyncio.open_connection("127.0.0.1", rig.port)
+        assert await reader.read(-1) == b"all"
+        writer.close()
+        await rig.ended.wait()
+    assert watching.ends == [False]
+
+
+@tls_too
+async def test_a_slow_reader_slows_the_router(tls: Certified | None) -> None:
     sent = 0
     stuck = asyncio.Event()
 
@@ -231,15 +280,16 @@ async def test_a_slow_reader_slows_the_router() -> None:
         stuck.set()
         writer.transport.abort()
 
-    async with shadowed(router) as rig:
+    async with shadowed(router, tls=tls) as rig:
         _, writer = await asyncio.open_connection("127.0.0.1", rig.port, limit=1 << 10)
         await stuck.wait()
         writer.transport.abort()
     assert sent < 64 << 20
 
 
-async def test_closing_an_idle_connection_ends_both_sides() -> None:
-    async with shadowed(_echo) as rig:
+@tls_too
+async def test_closing_an_idle_connection_ends_both_sides(tls: Certified | None) -> None:
+    async with shadowed(_echo, tls=tls) as rig:
         reader, writer = await asyncio.open_connection("127.0.0.1", rig.port)
         writer.write(b"hello")
         assert await reader.readexactly(5) == b"hello"
