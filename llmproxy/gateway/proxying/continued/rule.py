@@ -123,7 +123,9 @@ def write_rest(body: bytes, kind: BodyKind, sent: Sent, limit: int | None, *, al
             raise NotContinued("the client has got the ids of white space, which may be other ids the next time")
         edits += _chat(members, text)
     else:
-        limit = COMPLETION_TOKENS if limit is None else limit
+        if limit is None and "max_tokens" not in members and tokens <= COMPLETION_TOKENS:
+            # More tokens prove that the engine has another default.
+            limit = COMPLETION_TOKENS
         how, edit = _completion(body, members, sent)
         edits.append(edit)
     left = None if limit is None else limit - tokens

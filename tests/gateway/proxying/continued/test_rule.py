@@ -144,6 +144,19 @@ def test_a_completion_goes_on_with_its_prompt() -> None:
         assert asked["max_tokens"] == 13, "the engine's limit for a completion without one is 16"
 
 
+@pytest.mark.parametrize("tokens", [3, 17])
+def test_only_the_context_limits_a_completion_whose_limit_is_null(tokens: int) -> None:
+    found = rest(COMPLETION, {"max_tokens": None}, Sent(text="so far", tokens=tokens))
+    assert (orjson.loads(found.body)["max_tokens"], found.tokens, found.text_ended) == (None, tokens, False)
+
+
+def test_more_tokens_than_the_default_prove_another_limit_of_the_engine() -> None:
+    found = rest(COMPLETION, {}, Sent(text="so far", tokens=17))
+    assert "max_tokens" not in orjson.loads(found.body)
+    assert not found.text_ended
+    assert rest(COMPLETION, {}, Sent(text="so far", tokens=16)).text_ended
+
+
 def test_ids_are_used_where_the_engine_told_them() -> None:
     sent = after(COMPLETION, 7, ids=True)
     asked = orjson.loads(rest(COMPLETION, {"return_token_ids": True, "max_tokens": 20}, sent, 20).body)
