@@ -69,7 +69,7 @@ class AdapterOnBackend:
 
     backend: str
     wanted: str  # "load" or "unload".
-    done: bool  # False while the backend is down, because it may return with other adapters.
+    done: bool  # Whether the backend shows the change. False while it is down: it may return with other adapters.
     failures: int  # Consecutive failures to send the change.
 
 

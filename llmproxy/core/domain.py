@@ -92,7 +92,11 @@ class Slo(Struct, frozen=True):
     tpot_s: float | None = None  # Mean seconds per output token after the first one.
 
     def met(self, ttft_s: float | None, tpot_s: float | None) -> bool:
-        """Returns whether an answer met the objective. None: too few tokens came for that time."""
+        """Returns whether an answer with these times met the objective.
+
+        `ttft_s` is None if no token came, and then the objective is missed. `tpot_s` is None if fewer than two tokens
+        came, and then only `ttft_s` counts.
+        """
         if ttft_s is None or (self.ttft_s is not None and ttft_s > self.ttft_s):
             return False
         return self.tpot_s is None or tpot_s is None or tpot_s <= self.tpot_s
@@ -140,7 +144,7 @@ class AdmissionKind(StrEnum):
     RETRY = "retry"
     PREEMPTED = "preempted"
     PREFILLED = "prefilled"  # The prefill stage has ended, and the decode stage needs a backend.
-    RESUMED = "resumed"  # A scheduler that is gone had admitted the request.
+    RESUMED = "resumed"  # Another scheduler admitted the request: of another pool, or of a process that is gone.
     CONTINUED = "continued"  # The stream of the request broke, and another backend generates the rest.
     OWNER_LOOKUP = "seeking"  # Looks for the backend that stores its response; the excluded backends do not store it.
 

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 Factory = TypeVar("Factory", bound=Callable[..., object])
 FAULTS_MAX = 100  # Maximum number of exceptions that wait for `Faults.take`.
-FAULT_REPORT_S = 1.0  # Minimum time between two reports of a line of code. It may raise with every token.
+FAULT_REPORT_S = 1.0  # Minimum time between two reports of the same line of code, which may raise with every token.
 
 
 class Faults:

@@ -318,13 +318,16 @@ class Pools:
             scheduler.restore(band, balances)
 
     def usage_left(self, name: str, now: float) -> dict[str, float | None]:
-        """Returns the remaining part of each rate and budget of a limit; None without it."""
+        """Maps each rate and daily budget of a limit to the requests or tokens that are left.
+
+        The keys are those of the configuration, such as `tokens_per_day`. A value is None if it is not limited.
+        """
         per_min, per_day = self.limits.rates.left_per_min(name, now), self.days.left(name, now)
         names = ("requests_per_min", "tokens_per_min", "requests_per_day", "tokens_per_day")
         return dict(zip(names, (*per_min, *per_day), strict=True))
 
     def money_left(self, backend: str, now: float) -> float | None:
-        """Returns the rest of the bound of the day of an external backend; None for any other backend."""
+        """Returns the money that may still be spent today at an external backend; None for any other backend."""
         external = self.backends[backend].external
         return None if external is None else self.limits.days.money_left(backend, external.max_per_day, now)
 
@@ -418,7 +421,10 @@ class Pools:
         return self._occupancy.longest_s(now)
 
     def work_s(self, now: float) -> dict[str, float]:
-        """Returns the seconds of waiting work per pool; without the pools whose placement cannot estimate it."""
+        """Maps each pool to the seconds that its backends together need for its waiting requests.
+
+        Pools whose placement cannot estimate this time are left out.
+        """
         works = ((name, scheduler.work_s(now)) for name, scheduler in self.schedulers.items())
         return {name: work_s for name, work_s in works if work_s is not None}
 
@@ -448,7 +454,10 @@ class Pools:
         return None if scheduler is None else scheduler.pool
 
     def snapshot(self, now: float, flows_max: int | None = None) -> Snapshot:
-        """Returns the waiting requests and the free slots, with at most `flows_max` flows, which bound the cost."""
+        """Returns the waiting requests and the free slots.
+
+        Shows at most `flows_max` flows (None: TOTAL_FLOWS_MAX) over all pools, because each flow costs time.
+        """
         pools: list[PoolSnapshot] = []
         flows_left = TOTAL_FLOWS_MAX if flows_max is None else flows_max
         for scheduler in self._all:
@@ -495,7 +504,9 @@ class Pools:
         return {name: backend.view(now) for name, backend in self.backends.items()}
 
     def ready(self, now: float) -> bool:
-        """Returns whether the proxy can accept requests: a backend is available, or requests may wait for one."""
+        """Returns whether the proxy can accept requests: a backend is available, or requests for `scaling.pools` may
+        wait until a replica has started.
+        """
         holds = self.settings.queue.no_backend_wait_s > 0.0 and bool(self.settings.scaling.pools)
         return holds or any(b.listing is not None and b.view(now).available for b in self.backends.values())
 

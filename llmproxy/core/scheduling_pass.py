@@ -103,7 +103,10 @@ class Pass(Struct):
                 self.parts.room.set_wait_reason(lower, WaitReason.HIGHER_BAND, self.now)
 
     def _grant_guaranteed(self) -> bool:
-        """Grants requests of bands with a credit from their minimum share. Returns whether others may follow."""
+        """Grants requests of bands with a credit from their minimum share.
+
+        Returns whether the pass may go on to grant other requests: a slot is free and the pass is below PASS_MAX.
+        """
         while self.steps < PASS_MAX:
             due = [x for x in self.parts.min_shares.due(self.parts.room.levels()[1:]) if x not in self.guaranteed_none]
             if not due:
@@ -128,7 +131,11 @@ class Pass(Struct):
     def _grant_one(
         self, level: int, ceiling: float, unmatched: Unmatched, *, guaranteed: bool = False
     ) -> Grant | NoCapacity | None:
-        """Grants the next request of a band. Returns None if no examined request can use the free slots."""
+        """Grants the next request of a band under `ceiling` (0..1], or by its minimum share if `guaranteed`.
+
+        Returns None if no examined request can use the free slots, and NoCapacity if the band has no free slot.
+        Requests that wait for a usage limit or for their only backend are moved out of their flows.
+        """
         band = self.parts.room.bands[level]
         for backend in self.outdated:
             self.parts.backends.refresh(self.views, backend, self.now)

@@ -128,7 +128,7 @@ class ScalingSettings:
     target_tpot_s: float | None  # Target time per token; None: the mean objective of the requests.
     start_s: float | None  # Time until a new replica is ready; None: as observed.
     idle_s: float  # Time without a request after which no replica is needed.
-    groups: tuple[Group, ...]  # Kinds of replicas, without their speed and number.
+    groups: tuple[Group, ...]  # Groups of replicas, with cost and bounds. `speed` and `up` are not known here.
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class Settings:
     ordering: str
     placement: str
     fairness_cost: str  # The resource that fairness policies share out.
-    # Band -> saturation (0..1] at which it waits. A band without a ceiling has the ceiling of the next lower.
+    # Band -> saturation (0..1] from which the requests of the band wait. See `ceiling` for bands without an entry.
     ceilings: Mapping[int, float]
     # Time after the last request of a higher band for which lower bands keep to their ceilings (see `Headroom`).
     headroom_s: float
@@ -170,7 +170,11 @@ class Settings:
         return min(lowest, BELOW_HIGHEST * highest), highest
 
     def ceiling(self, band: int) -> float:
-        """Returns the saturation (0..1] at which `band` waits."""
+        """Returns the saturation (0..1] of the backends from which requests of `band` wait.
+
+        A band without a configured ceiling has the ceiling of the next lower band, and the lowest ceiling if there is
+        no lower band. The band `idle` then has IDLE_CEILING. Without any ceilings, every band has 1.0.
+        """
         below = [b for b in self.ceilings if b <= band]
         if self.ceilings and not below and band <= IDLE:
             return IDLE_CEILING

@@ -1,4 +1,7 @@
-"""How long a backend may send nothing: vLLM loads LoRA adapters inside engine steps, which pauses all streams."""
+"""Estimates how long a backend may send nothing while vLLM loads LoRA adapters.
+
+vLLM loads an adapter inside an engine step, so each load pauses all streams of the backend.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from math import inf
 
 from llmproxy.core.estimates.learning import follow_ratio, gain
 
-GUESS_S = 3.0  # Initial load time; a few observations outweigh it.
+GUESS_S = 3.0  # Initial estimate of a load time. A few observations outweigh it.
 LATE = 3.0  # A load explains a silence of up to this multiple of the longest known load.
 MOST_S = 30.0  # Maximum silence that any number of loads explains, so that a frozen backend is detected.
 FADE = 0.02  # Weight of a time below the longest. A longer time counts in full, because adapters differ in size.
@@ -57,7 +60,7 @@ class PendingLoads:
         return lease in self._pending
 
     def add(self, lease: int, cold: bool, now: float) -> None:
-        """Notes a stream whose adapter may have to be loaded."""
+        """Notes a stream whose adapter may have to be loaded. `cold`: the adapter is not believed to be resident."""
         self._pending[lease] = now, cold
 
     def add_unseen(self, now: float) -> None:
@@ -66,7 +69,10 @@ class PendingLoads:
         self._unseen_until_s = min(until_s, now + MOST_S)
 
     def first_byte(self, lease: int, silent_since_s: float, prompts_s: float, now: float) -> None:
-        """Records the first byte of `lease` after a silence. Prefill explains `prompts_s` of the silence."""
+        """Records the first byte of `lease` after a silence since `silent_since_s`, the last byte of the backend.
+
+        Prefill explains `prompts_s` seconds of the silence. A lease without a pending load is ignored.
+        """
         if lease not in self._pending:
             return
         booked_s, cold = self._pending[lease]

@@ -16,7 +16,7 @@ from llmproxy.core.backends.view import View
 from llmproxy.core.domain import KnownLimit, Listing, Reading, Request, Role, Trouble, Verdict
 from llmproxy.core.settings import CapacitySettings, External, HealthSettings
 
-STARTED_AFTER_S = 1.0  # A non-streamed request, which sends no byte, is assumed to run after this time.
+STARTED_AFTER_S = 1.0  # A non-streamed request, which sends no byte before its end, is assumed to run after this time.
 UNREAD_MAX = 10  # Successful polls without readable metrics after which a backend is assumed to publish none.
 
 
@@ -100,7 +100,7 @@ class Backend:
 
     @property
     def up(self) -> bool:
-        """Whether polls find it healthy and no operator has drained it. It may still be ejected or full."""
+        """Whether polls find the backend healthy and no operator has drained it. The backend may be ejected or full."""
         return not self.health.down and not self.health.drained
 
     def reconfigure(
@@ -128,7 +128,10 @@ class Backend:
         self._changed()
 
     def replaced(self) -> None:
-        """Resets values read from the old process. Its requests in flight count as load until they end."""
+        """Discards all that was read or learned from the old process, because a new process has the backend's name.
+
+        The requests in flight of the old process count as load until they end.
+        """
         # Until a poll succeeds.
         self.health.down = self.external is None
         self._forget_process()
@@ -162,13 +165,13 @@ class Backend:
             self.limit.begin_at(known.limit, converged=known.settled)
 
     def restore(self, known: KnownLimit) -> None:
-        """Sets a batch limit that an earlier process learned, if the first model list shows the same engine."""
+        """Sets a batch limit that an earlier proxy process learned, if the first model list shows the same engine."""
         self._restored = known
         self._begin()
         self._changed()
 
     def published(self, limit: int) -> None:
-        """Notes the batch limit from the engine's own configuration."""
+        """Sets the batch limit that the engine publishes. If the engine published another one before, forgets it."""
         if self._published not in (None, limit):
             self.limit.forget()
         self._published = limit
@@ -177,7 +180,7 @@ class Backend:
 
     @property
     def known_limit(self) -> KnownLimit | None:
-        """Returns the learned batch limit for the next process; None if nothing was learned."""
+        """Returns the learned batch limit for `restore` in the next proxy process; None if nothing was learned."""
         known = self.limit.known
         if known is None or self._kind is None or self.reading is None:
             return None
@@ -347,22 +350,22 @@ class Backend:
         return reading is not None and reading.running > 0 and now < reading.taken_at_s + self._capacity.stale_after_s
 
     def forgive(self, verdict: Verdict, now: float) -> None:
-        """Reverts a counted failure, because the request failed in the same way on another backend."""
+        """Reverts a failure with this verdict, because the request failed in the same way on another backend."""
         self._changed()
         self.health.forgive(verdict, now)
 
     def blame(self, verdict: Verdict, now: float) -> None:
-        """Counts a failure with this verdict, because another backend served the same request."""
+        """Blames the backend for a refusal with this verdict, because another backend served the same request."""
         self._changed()
         self.health.blame(verdict, now)
 
     def eject_hung(self, hang: Hang, now: float) -> bool:
-        """Ejects the backend as hung, unless too many are ejected. Returns whether it was ejected."""
+        """Ejects the backend as hung, unless too many of its pool are ejected. Returns whether it was ejected."""
         self._changed()
         return self.health.eject_hung(hang, now)
 
     def eject_slow(self, why: str, now: float) -> bool:
-        """Ejects the backend as slow, unless too many are ejected. Returns whether it was ejected."""
+        """Ejects the backend as slow, unless too many of its pool are ejected. Returns whether it was ejected."""
         self._changed()
         return self.health.eject_slow(why, now)
 
@@ -372,7 +375,10 @@ class Backend:
             self._changed()
 
     def measured(self, lease: int | None, fast: bool, now: float) -> None:
-        """Records the measured speed of a slow backend, from the stream of `lease`, or from its engine (None)."""
+        """Records whether a backend that was ejected as slow is `fast` again.
+
+        The stream of `lease` was measured, or, if `lease` is None, the engine's counter of generated tokens.
+        """
         self._changed()
         self.health.measured(lease, fast, now)
 
@@ -437,7 +443,7 @@ class Backend:
         return view
 
     def _make_outline(self, now: float) -> View:
-        """Returns the view without the proxy's own load. These parts are expensive and change rarely."""
+        """Returns the view without the proxy's own load. The parts of this view are expensive and change rarely."""
         health, capacity, reading = self.health, self._capacity, self.reading
         self._unsteady = health.ejected or (reading is not None and reading.deferred > 0)
         until_s = health.changes_at(now) or inf

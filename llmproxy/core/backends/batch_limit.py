@@ -7,7 +7,7 @@ from functools import lru_cache
 from math import ceil, floor
 from typing import Protocol
 
-PLATEAU_READINGS = 3  # Consecutive readings with a queue that prove it. A single one may be chance.
+PLATEAU_READINGS = 3  # So many consecutive readings with waiting sequences prove a plateau. A single one may be chance.
 PROVEN_READINGS = 2  # As PLATEAU_READINGS, if sequences can only wait for a place in the batch.
 UNPUBLISHED = 256  # Limit of a backend without metrics: vLLM's default batch limit.
 CALM_READINGS_MIN, CALM_READINGS_MAX = 5, 160
@@ -97,7 +97,10 @@ class BatchLimit:
 
     @property
     def proven_load(self) -> int:
-        """The number of sequences that ran while none waited, or the configured number; at most the limit."""
+        """The number of sequences that the engine certainly runs at once; at most the limit.
+
+        It is the configured limit or the plateau. Before both, it is the largest number that ran while none waited.
+        """
         if self._cap is not None:
             return self.value
         return min(self.value, self._plateau or max(self._start, self._ran_freely))
@@ -205,7 +208,7 @@ class BatchLimit:
                 self._calm_needed = CALM_READINGS_MIN
 
     def _used_from(self) -> int:
-        """Returns the load from which the limit counts as used: all of it if proven, else the lowest band's slots."""
+        """Returns the load from which the limit counts as used: a proven limit itself, else the lowest band's slots."""
         if self._proven or self.lowest_ceiling >= 1.0:
             return self.value
         return max(1, min(slots_under(self.value, self.lowest_ceiling, 0), self.value - 1))

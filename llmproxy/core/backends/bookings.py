@@ -115,8 +115,8 @@ class Bookings:
         """Returns whether the requests in the engine's queue can only wait for batch slots, if no other client uses the
         engine.
 
-        For that, no prompt may be in prefill, and the KV cache must have free blocks for each waiting prompt. Otherwise
-        a step full of prompts or a full KV cache may cause the queue.
+        Returns True only if no prompt is in prefill and the KV cache has free blocks for each waiting prompt.
+        Otherwise a step full of prompts or a full KV cache may be the cause of the queue.
         """
         if reading.kv_used is None or not reading.kv_tokens:
             return False
@@ -151,7 +151,7 @@ class ResidentAdapters:
         self.evict(slots)
 
     def evict(self, slots: int | None) -> None:
-        """Removes adapters beyond the engine's `slots`; None if the engine does not publish the number."""
+        """Removes adapters beyond the engine's `slots`. `slots` is None if the engine does not publish the number."""
         while len(self._used) > (slots or RESIDENT_ADAPTERS_MAX):
             self._used.popitem(last=False)
 

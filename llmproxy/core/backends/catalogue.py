@@ -17,7 +17,7 @@ Aliases = Mapping[str, str | Mapping[str, float]]
 """Maps each alias to its target name, or to several target names with their shares of its requests."""
 ANY = "*"  # The alias for all names without an alias.
 NAME_CHARS_MAX = 1_024  # Maximum length of a name that `unlisted` passes through, because it is stored and logged.
-RETRY_UNREAD_S = 1.0  # Retry-After while a backend was never read: about one poll interval.
+RETRY_UNREAD_S = 1.0  # `Retry-After` of refusals while a backend was never read: about one poll interval.
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,9 @@ class Catalogue:
         self._unread = set(self._listings)
         self._names_text: str | None = None
         self.promised: frozenset[str] = frozenset()  # Adapters that are to be loaded. Requests for them may be retried.
-        self.named: frozenset[str] = frozenset()  # Pools that may have no backend at the moment.
-        self.unlisted: Mapping[str, str] = {}  # Names or patterns accepted before a backend lists them -> base model.
+        self.named: frozenset[str] = frozenset()  # Pools of `scaling.pools`, which may have no backend at the moment.
+        # Names, or patterns that end in `*`, that clients may use before a backend lists them -> base model.
+        self.unlisted: Mapping[str, str] = {}
         self.expecting = False  # Whether discovery will still add backends.
         self.ever_read = False  # Whether any backend was read since the start of the process.
         self.revision = 0  # Increases whenever `targets` or `pools` may have changed.
@@ -140,8 +141,9 @@ class Catalogue:
 
         Among the targets of an alias, `key` and `beside` decide as in `resolve_alias`.
 
-        Raises Refused with `unknown_model`. If a backend has not listed its models yet and may serve the name, or if
-        the adapter will be loaded, raises Refused with `rejected_no_backends`.
+        Raises Refused: with `rejected_no_backends` if the name may be served soon (a backend has not listed its models
+        yet, or the adapter or a backend of the pool will be started); with `bad_request` if `name` is None while there
+        are several pools or none; else with `unknown_model`.
         """
         if name is None:
             return self._only_pool()

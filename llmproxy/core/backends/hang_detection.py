@@ -191,7 +191,9 @@ class HangDetection:
         return self._unseen[True].explained_s(1)
 
     def _silent(self, backend: BackendStreams, since_s: float, late_s: float, now: float) -> bool:
-        """Returns whether a silence since `since_s` is too long. If not, `due_s` is the time of the next check."""
+        """Returns whether a silence since `since_s` is too long. If not, `due_s` is set to the end of the allowed silence,
+        unless it is earlier.
+        """
         until_s = since_s + max(self.settings.hung_s, late_s) + backend.pending_loads.explained_s(since_s)
         if now < until_s:
             self.due_s = min(self.due_s, until_s)
@@ -200,8 +202,9 @@ class HangDetection:
     def _only_silent(
         self, backend: BackendStreams, since_s: float, late_s: float, now: float, certain: bool, name: str
     ) -> bool:
-        """Returns whether a backend has been silent for too long since `since_s`. Unless `certain`, others must have
-        worked meanwhile.
+        """Returns whether a backend has been silent for too long since `since_s`, while others could take its requests.
+
+        Unless `certain`, another backend must also have sent a byte or token in the second half of the silence.
         """
         if not self._silent(backend, since_s, late_s, now):
             return False

@@ -44,7 +44,8 @@ class Unejected:
 
 @dataclass(frozen=True, slots=True)
 class EjectionSkipped:
-    """Event: a backend was not ejected, because too many of its pool are, or no other could take its requests."""
+    """Event: a backend was not ejected, because too many of its pool are ejected, or no other could take its requests.
+    """
 
     why: str
 
@@ -89,7 +90,7 @@ class Peers:
         self.members: dict[str, Health] = {}
 
     def may_eject(self, one: Health) -> bool:
-        """Returns whether `one` may be ejected: not too many are, and others can take its requests."""
+        """Returns whether `one` may be ejected: not too many backends are ejected, and others can take its requests."""
         up = [health for health in self.members.values() if not (health.down or health.drained)]
         spared = sum(health.ejected for health in up) < max(1, int(self.ejected_ratio_max * len(up)))
         return spared and self.others_up(one)
@@ -125,7 +126,7 @@ class Health:
         self._failed_polls = 0
         self._refused_polls = 0
         self.answered_s = -inf  # When a poll was last answered.
-        self.unanswered_s = inf  # When the first poll since then timed out, while other backends answered.
+        self.unanswered_s = inf  # When the first poll after `answered_s` timed out, while other backends answered.
         self._failures = 0
         self._ejections = 0
         self.rate = FailureRate()
@@ -312,7 +313,11 @@ class Health:
         return self._suspected
 
     def forgive(self, verdict: Verdict, now: float) -> None:
-        """Reverts a failure with `verdict`, because the request failed in the same way on another backend."""
+        """Reverts a failure with `verdict`, because the request failed in the same way on another backend.
+
+        A refusal loses its pause, unless the backend is ejected. Another failure is no longer counted, and an ejection
+        for the rate or number of failures ends.
+        """
         if verdict in REFUSALS:
             self._blocked_until_s = self._blocked_until_s if self.ejected else now
             return
@@ -323,7 +328,10 @@ class Health:
             self._blocked_until_s = now
 
     def blame(self, verdict: Verdict, now: float) -> None:
-        """Counts a failure with `verdict`, because another backend served the same request."""
+        """Ejects the backend for a refusal, if `Peers` allows it, because another backend served the same request.
+
+        Other verdicts than `REFUSALS` change nothing, because `finished` has counted them.
+        """
         if verdict in REFUSALS:
             self.try_eject(REFUSALS[verdict], now)
 

@@ -168,7 +168,10 @@ class OutlierDetection:
     def progress(
         self, lease: int, output_tokens: int, sequences: int, kv_used: float | None, now: float
     ) -> bool | None:
-        """Records the tokens of a stream. Returns whether the backend is fast; None if it is too early to say."""
+        """Records the tokens of a stream so far. Returns whether the backend is fast; None if it is too early to say.
+
+        `sequences` are in flight on the backend, and `kv_used` is the usage of its KV cache (0..1), None if unknown.
+        """
         stream = self._streams.get(lease)
         if stream is None or stream.whole:
             # The span of a non-streamed answer is the whole answer.
@@ -218,7 +221,11 @@ class OutlierDetection:
         self, stream: StreamSpan, output_tokens: float, sequences: float, kv_used: float | None, now: float,
         *, sure: bool = True,
     ) -> bool | None:  # fmt: skip
-        """Ends a measured span of a stream or an engine. If not `sure`, the engine may have been idle, not slow."""
+        """Ends a measured span of a stream or an engine. Returns whether the backend was fast; None if unknown.
+
+        `output_tokens` were generated so far, with about `sequences` in the batch. `kv_used` is the usage of the KV
+        cache (0..1). If not `sure`, the engine may have been idle for a part of the span.
+        """
         backend, took_s, tokens = stream.backend, now - stream.since_s, output_tokens - stream.tokens
         # Only the first unstarted prompt can have taken time already.
         first = next(iter(backend.unstarted.values()), None)
@@ -255,7 +262,10 @@ class OutlierDetection:
         return fast
 
     def finished(self, lease: int, now: float, usage: Usage | None = None, sequences: int = 1) -> None:
-        """Records the end of a lease, with `sequences` left on its backend. No `usage`: the request failed."""
+        """Records the end of a lease, after which `sequences` are in flight on the backend.
+
+        `usage` is None if the request failed or its tokens are unknown.
+        """
         stream = self._streams.pop(lease, None)
         if stream is None:
             return
@@ -293,7 +303,11 @@ class OutlierDetection:
         return max(self._hangs.due_s, self.check_s) if known else None
 
     def outliers(self, now: float) -> tuple[dict[str, Hang], dict[str, str]]:
-        """Returns the hung and the slow backends, with the evidence. Call it after each event, and at `due_s`."""
+        """Returns the hung backends and the slow backends of the pool, each with the evidence.
+
+        Called by `PoolBackends.eject_outliers` in each decision, also at `due_s`. Returns nothing if the last check was
+        less than CHECK_S ago or the pool has a single backend.
+        """
         if now < self.check_s:
             return {}, {}
         self.check_s, self._hangs.due_s = now + CHECK_S, inf

@@ -1,4 +1,5 @@
-"""Means, rates and quantiles that the core learns while it runs. All weight newer observations more than older ones."""
+"""Means, rates and quantiles that the core learns while it runs. Each weights newer observations more than older ones.
+"""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ UNLEARNED = Estimate()
 
 
 class Estimator:
-    """Exponentially weighted means per model. The least recently updated model is forgotten."""
+    """Learns an `Estimate` per model. Beyond MODELS_MAX models, the least recently updated model is forgotten."""
 
     def __init__(self) -> None:
         self._models: OrderedDict[str, Estimate] = OrderedDict()
@@ -52,7 +52,11 @@ class Estimator:
         return self._models.get(model, UNLEARNED).bytes_per_token
 
     def learn(self, model: str, prompt_bytes: int | None, sequences: int | None, usage: Usage) -> None:
-        """Learns from an answer. None: the prompt was token ids, or the engine generates nothing."""
+        """Learns from the `usage` of an answer.
+
+        `prompt_bytes` is None if the prompt was token ids. `sequences` is None if the engine generates no tokens, as
+        for embeddings.
+        """
         learned = self._models.get(model)
         if learned is None:
             learned = Estimate()

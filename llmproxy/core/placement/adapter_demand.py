@@ -38,7 +38,10 @@ class Slots:
         return TIERS - 1 if used is None else min(TIERS - 1, (self._loads - used[1]).bit_length())
 
     def displaced(self, resident: Set[str]) -> str | None:
-        """Returns the loaded adapter that a new one evicts: an unused one first, then the least recently used."""
+        """Returns the adapter of `resident` that a new adapter evicts; None if `resident` is empty.
+
+        Adapters without a request in flight are evicted first, the least recently used before the others.
+        """
         return min(resident, key=lambda x: (x in self.users, self._used.get(x, (0, 0)), x), default=None)
 
     def book(self, adapter: str, cold: bool, now: float) -> int | None:

@@ -14,7 +14,7 @@ from llmproxy.core.placement.rates import PoolRates, SpeedFactor
 
 WORK_S = 30.0  # Window of `BackendLoad.busy_share`, which prices the delay of later requests.
 
-RATION_S = 10.0  # Window for the share of time spent on prompts, which objectives bound. About one answer.
+RATION_S = 10.0  # Window of the share of time spent on prompts, about the time of an answer. Objectives bound it.
 ROUNDING_S = 1e-6  # A shorter wait counts as none, so that a backend opens at its announced time.
 MARGIN = 0.9  # The mean stream may use this part of its objective, because some streams are slower than the mean.
 SHARE_MIN = 0.05
@@ -48,7 +48,7 @@ class InFlight(Struct, eq=False):
     crowded: bool = False  # The batch was full, so the prompt waits for the end of another request.
     work_tokens: float = 0.0  # `own_tokens` weighted by attention.
     work_s: float = 0.0  # Predicted seconds for `work_tokens` and the adapter load.
-    due_s: float = 0.0  # The first byte is overdue from here on.
+    due_s: float = 0.0  # The first byte is overdue from this time on.
     started_s: float | None = None
     # `BackendLoad.worked_s` at the first token of a stream, or at `began_s` of a non-streamed answer.
     begun_at_work_s: float = 0.0
@@ -77,7 +77,7 @@ class BackendLoad:
         self.busy_share = DecayingRate(WORK_S)
         self._prompts = DecayingRate(RATION_S)
         self.worked_s = 0.0  # Predicted seconds of all prompts and adapter loads that have ended.
-        self.in_flight = 0  # Sequences.
+        self.in_flight = 0  # Sequences in flight.
         # Non-streamed answers that end before this time are not learned from (`WHOLE_EVERY_S`).
         self._learns_at_s = 0.0
         # Band -> (streams with an objective, sum of their objectives in tokens per second).
@@ -123,7 +123,9 @@ class BackendLoad:
             self._end_stretch(rates)
 
     def queue_s(self, rates: PoolRates, now: float) -> float:
-        """Returns the seconds until all its prompts are computed, with their adapter loads and one base time."""
+        """Returns the seconds until the backend has computed its prompts, with adapter loads and the base time of one
+        prompt.
+        """
         work_s, overdue_s = self._unfinished_s(rates, now)
         return rates.prefill.base * self.prefill.factor + work_s + overdue_s
 
@@ -230,7 +232,10 @@ class BackendLoad:
         self._prompts.add(flight.work_s, now)
 
     def loading_s(self, now: float) -> float:
-        """Returns the least time of a running load: its time so far, shared by loads that began together."""
+        """Returns a lower bound in seconds of the time of an adapter load that is running now; 0 without such a load.
+
+        It is the time since the load began, divided by the number of loads that began together.
+        """
         if not self._loading:
             return 0.0
         booked_s = [self.unstarted[lease].booked_s for lease in self._loading]
@@ -295,7 +300,10 @@ class BackendLoad:
             self.adapters.release(request.adapter)
 
     def _begin(self, flight: InFlight, ahead_tokens: float, now: float) -> None:
-        """Records that the request begins to be computed, behind `ahead_tokens` of earlier prompts."""
+        """Notes when the engine begins a non-streamed request. `ahead_tokens` are still to be computed, with its own.
+
+        Streams and decode stages are not noted.
+        """
         if not (flight.request.stream or flight.fetched):
             flight.began_s, flight.ahead_tokens, flight.begun_at_work_s = now, ahead_tokens, self.worked_s
 
@@ -319,7 +327,7 @@ class BackendLoad:
         return None
 
     def _end_stretch(self, rates: PoolRates) -> None:
-        """Ends the busy period and learns from its length: load times if adapters were loaded, else prompt times."""
+        """Ends the stretch and learns from its length: load times if adapters were loaded, else prompt times."""
         if not self._begun:
             return
         if self._tokens and self._known:

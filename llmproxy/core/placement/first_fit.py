@@ -37,7 +37,10 @@ class Limited(Struct, frozen=True):
 
 
 class Unmatched(Struct):
-    """Requests that found no backend in this pass. Free slots only become fewer, so similar requests find none."""
+    """Requests that found no backend in this scheduling pass.
+
+    The number of free slots only falls during a pass, so later requests of the same kind find no backend either.
+    """
 
     later: str = ""  # A full backend that one of these requests should wait for, "" for none.
     # (Model, excluded backends) -> requests with this many context tokens or more have no match.
@@ -67,15 +70,18 @@ def first_fit(
     *,
     patient: bool,
 ) -> Fit | Limited | NoCapacity | None:
-    """Returns the next request with its backend; None if no request can use the free slots.
+    """Returns the next request of `band` with its backend; None if no request can use the free slots.
+
+    Returns Limited if the next request waits for a usage limit or for its only backend. Returns NoCapacity if no
+    backend has a free slot for the band. Requests that match no backend are added to `unmatched`.
 
     Each request is tried on: 1. a backend that needs a probe, if `patient`; 2. backends without requests waiting in the
     engine, for a band above `default`; 3. backends that need no probe and have not used up their share in slow start;
     4. all backends.
 
     `patient` is False if a lower band waits too. Then a request takes the best backend with a free slot instead of
-    waiting for a full one, because the lower band would take that slot. It becomes a probe only if no other backend has
-    a free slot, because a request of the lower band can be the probe.
+    waiting for a full one, because the lower band would take that slot. The request becomes a probe only if no other
+    backend has a free slot, because a request of the lower band can be the probe.
     """
     passed_over = 0
     ready = _warm(views)

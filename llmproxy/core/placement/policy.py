@@ -23,19 +23,24 @@ class Placement(ABC):
     def place(
         self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
     ) -> Placed | NoCapacity | NoMatch:
-        """Returns the backend. NoCapacity: no free slot under `ceiling`. NoMatch: no free slot for this request."""
+        """Returns the chosen backend of `views`.
+
+        `ceiling` (0..1] is the part of each batch limit that the request's band may fill. Backends in `excluded` are
+        never chosen, because the request failed there. Returns NoCapacity if no backend has a free slot under
+        `ceiling`, and NoMatch if the backends with a free slot cannot serve this request or are not worth it.
+        """
 
     def booked(self, lease: int, request: Request, placed: Placed, now: float) -> None:
-        """`request` was granted the backend of `placed` under `lease`."""
+        """Event: `request` was granted the backend of `placed` under `lease`."""
 
     def recomputing(self, lease: int) -> None:
         """Event: the backend computes the prompt of a decode stage itself, because the transfer failed."""
 
     def started(self, lease: int, now: float) -> None:
-        """The first byte of the answer arrived."""
+        """Event: the first byte of the answer arrived."""
 
     def finished(self, lease: int, verdict: Verdict, usage: Usage | None, now: float) -> None:
-        """The attempt ended. `usage` is None if its tokens are unknown."""
+        """Event: the attempt under `lease` ended. `usage` is None if its tokens are unknown."""
 
     def cached(self, backend: str, hashes: Sequence[int]) -> None:
         """Event: `backend` has cached these blocks, a prompt and its answer, hashed like `Request.prefix`.
@@ -136,7 +141,8 @@ class FilteredPlacement(Placement):
 
 
 def make(name: str, rng: Random) -> Placement:
-    """Returns the placement preset `name`. Raises ValueError, which lists the known names."""
+    """Returns a new placement of the preset `name`. Raises ValueError with the known names if there is no such preset.
+    """
     return presets.get(name)(rng)
 
 

@@ -15,7 +15,10 @@ HEADROOM_COST = 0.05  # Cost of a second of headroom under an objective, because
 
 
 class PriceRow(Struct, frozen=True):
-    """A `Price` as a row of numbers, because the garbage collector visits all stored objects."""
+    """A `Price` with its terms as one tuple of numbers.
+
+    Many rows are stored for the debug pages. As single objects, the terms would slow down the garbage collector.
+    """
 
     backend: str
     total_s: float

@@ -109,7 +109,9 @@ class _WeightedRatio:
 
 
 class SpeedFactor:
-    """Learns `factor`: the time of one backend divided by its pool's; 1 until its own observations differ.
+    """Learns `factor`: the time of one backend divided by the time of its pool for the same work.
+
+    The factor is 1 until the observations of the backend differ from the pool's by more than chance.
 
     The last fifty observations give the long-term ratio. The ratio of the last ten replaces it if the two differ by
     more than chance. The long-term ratio is shrunk towards 1, and the recent ratio towards the long-term one, so that

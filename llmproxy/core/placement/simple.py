@@ -12,7 +12,7 @@ from llmproxy.core.placement.policy import Pick, picking
 
 @picking("least_request")
 def least_request(rng: Random) -> Pick:
-    """Lowest saturation (sequences in flight / limit); ties are drawn at random."""
+    """Takes the backend with the lowest saturation (sequences in flight / limit). Ties are drawn at random."""
 
     def pick(_: Request, views: Sequence[View]) -> Placed:
         least = min(view.saturation for view in views)

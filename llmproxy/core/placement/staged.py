@@ -17,7 +17,7 @@ from llmproxy.core.settings import Disaggregation, Splitting
 
 FAILURES_MAX = 3  # Consecutive failed transfers after which a backend gets no prefill stages for a pause.
 PAUSE_S, PAUSE_MAX_S = 5.0, 60.0  # The pause after failed transfers. Each further failure doubles it.
-SURE_S = 0.005  # A split must be this much cheaper: estimates are no more exact, and one call is simpler.
+SURE_S = 0.005  # A split must be cheaper by this time, because estimates are no more exact and one call is simpler.
 
 
 def as_prefill(request: Request) -> Request:
@@ -114,7 +114,10 @@ class StagedPlacement(Placement):
         excluded: frozenset[str],
         now: float,
     ) -> Placed | NoMatch | None:
-        """Returns the prefill placement, which names the decode backend; None if the request is not split."""
+        """Returns the prefill placement, which names the decode backend; None if the request is not split.
+
+        Returns NoMatch if the split request should wait for the prefill backend that `later` names.
+        """
         inner = self.inner
         prompt = as_prefill(request)
         paused = self._paused_until_s

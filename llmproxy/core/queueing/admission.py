@@ -19,7 +19,7 @@ from llmproxy.core.queueing.usage_limits import UsageLimits
 from llmproxy.core.queueing.waiting_room import WaitingRoom
 from llmproxy.core.settings import Settings
 
-ARRIVALS = frozenset({AdmissionKind.NEW, AdmissionKind.RESUMED})  # The entries of requests that are new to the room.
+ARRIVALS = frozenset({AdmissionKind.NEW, AdmissionKind.RESUMED})  # Kinds of requests that were not in the room before.
 
 Ready = Callable[[Sequence[View], int, float, float], Sequence[View]]
 """Filters views to the backends that can accept a request of this band now: (views, band, ceiling, now); see
@@ -27,13 +27,13 @@ Ready = Callable[[Sequence[View], int, float, float], Sequence[View]]
 
 
 class Takes(Protocol):
-    """Answers whether an endpoint elsewhere takes a request while no backend is up."""
+    """The external backends, which take the requests of a pool while no backend of the pool is up."""
 
     def takes(self, request: Request, excluded: frozenset[str], now: float) -> bool: ...
 
 
 SHED_MAX = 64  # Maximum number of requests that are shed for a single request of a higher band.
-RETRY_EMPTY_S = 2.0  # Retry-After while no backend is up: about the time until a poll notices that a backend is back.
+RETRY_EMPTY_S = 2.0  # `Retry-After` while no backend is up: about the time until a poll finds a backend up again.
 
 
 class Admission:
@@ -127,7 +127,11 @@ class Admission:
         raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_EMPTY_S)
 
     def _waits_for_own_backend(self, request: Request, name: str) -> bool:
-        """Returns whether a request bound to one backend is held until it is up. Raises Refused if it is not."""
+        """Returns whether a request bound to the backend `name` is held until that backend is up.
+
+        Returns False if the backend is up. Raises Refused if the backend has lost the state to which the request
+        refers, or if it is down and requests are not held.
+        """
         backend = self._backends.get(name)
         if backend is None or backend.health.gone or request.model not in backend.served:
             raise _lost_reference(request)

@@ -19,9 +19,9 @@ class BlockedRequests:
     """Requests that wait outside their flows.
 
     A request is blocked if an in-flight limit of its tenant or model is reached, or if the only backend that may serve
-    it has no free slot. Each such limit and backend has a queue: highest band first, then rests of streams, then
-    earliest arrival. A blocked request does not delay its flow, and returns to its position in the flow when it may be
-    granted.
+    it has no free slot. Each such limit and backend has a queue: highest band first, then rests of broken streams
+    (`Request.continued`), then earliest arrival. A blocked request does not delay its flow, and returns to its position
+    in the flow when it may be granted.
     """
 
     def __init__(self) -> None:

@@ -39,7 +39,7 @@ charges: Registry[Callable[[Settings], Charge]] = Registry("charged resource")
 
 @charges.register("tokens")
 class Tokens(Charge):
-    """Weighted tokens that the engine computed. The cached ones are known, and left out, at the end only."""
+    """Charges weighted tokens. Cached prompt tokens are known only at the end, so only `final` leaves them out."""
 
     def __init__(self, settings: Settings) -> None:
         prompt, output = settings.input_weight, settings.output_weight
@@ -62,7 +62,7 @@ class Tokens(Charge):
 
 @charges.register("requests")
 class Requests(Charge):
-    """The cost of each request is 1, whatever its size."""
+    """Charges 1 for each request, whatever its size."""
 
     def estimate(self, request: Request) -> float:
         return 0.0 if request.stage is DECODE or request.continued else 1.0

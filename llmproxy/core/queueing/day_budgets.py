@@ -17,7 +17,8 @@ from llmproxy.core.settings import UsageLimit
 
 DAY_S = 86_400.0
 MONEY = "money"
-"""The kind of the bounds of external backends, beside REQUESTS and TOKENS. The name is of the backend."""
+"""The kind of a daily bound on the money spent at an external backend, beside REQUESTS and TOKENS. In a `RateName` of
+this kind, the first part is the name of the backend."""
 
 
 class _Open(Struct, eq=False):
@@ -25,7 +26,7 @@ class _Open(Struct, eq=False):
 
     names: tuple[str, ...]  # Its limits.
     tokens: float  # Its expected tokens.
-    reached: bool = False  # A backend had it.
+    reached: bool = False  # Whether the request was sent to a backend.
 
 
 class DayBudgets:
@@ -53,7 +54,7 @@ class DayBudgets:
     def split(self, parts: int) -> None:
         """Divides the rest of each budget by `parts`, because that many processes now count independently.
 
-        Each call of `restore` divides again, by what all processes have used by then.
+        A call of `restore` divides again: its numbers are what all processes together have used.
         """
         self._parts, self._shared = parts, dict(self._used)
 
@@ -156,7 +157,7 @@ class DayBudgets:
         return max(0.0, (per_day - shared) / self._parts - (used - shared) - self._reserved.get(name, 0.0))
 
     def money_left(self, backend: str, per_day: float, now: float) -> float:
-        """Returns the rest of the bound `per_day` of an external backend."""
+        """Returns how much of the bound `per_day` of an external backend is neither spent nor reserved on this day."""
         self._roll(now)
         return self._left((backend, MONEY), per_day) or 0.0
 

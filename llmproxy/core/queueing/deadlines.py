@@ -51,7 +51,7 @@ class Deadlines:
             self._running, self._since_s = running, now
 
     def enter(self, queued: Queued, now: float, left_s: float) -> None:
-        """Adds `queued`, which is due in `left_s`."""
+        """Adds `queued`, which may wait for `left_s` seconds on the normal clock, and no longer on the hold clock."""
         normal_s, hold_s = self._elapsed_s
         if self._since_s is None:
             pass

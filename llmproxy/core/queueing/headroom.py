@@ -70,7 +70,10 @@ class Headroom:
         return ceiling if above is None else min(ceiling, BELOW_HIGHEST * self._highest)
 
     def keeps_slot(self, band: int, views: Sequence[View], now: float) -> bool:
-        """Returns whether the pool has a single free slot that is reserved for a band above `band`."""
+        """Returns whether `band` must leave the last free slot of the pool to a higher band that is in use.
+
+        An idle pool keeps no slot, because a pool with a single slot must serve lower bands too.
+        """
         if band >= self._most or self._next_above(band, now) is None:
             return False
         free, idle = 0, True

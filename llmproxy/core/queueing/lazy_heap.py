@@ -16,7 +16,10 @@ HeapEntry = tuple[Key, int, Item]  # (Key, serial number of the push, item). Equ
 
 
 class LazyHeap(Generic[Key, Item]):
-    """A priority queue. A removed entry stays in the heap, and is skipped because `counts(entry)` is false."""
+    """A priority queue. A removed entry stays in the heap until it reaches the top.
+
+    An entry is valid while `counts(entry)` is true. Other entries are skipped.
+    """
 
     __slots__ = ("_counts", "_serial", "entries")
 
@@ -26,7 +29,7 @@ class LazyHeap(Generic[Key, Item]):
         self._serial = count()
 
     def push(self, key: Key, item: Item, live: int) -> HeapEntry[Key, Item]:
-        """Adds an entry and returns it. Cleans up a heap with far more than `live` entries first."""
+        """Adds an entry and returns it. `live` is the number of valid entries: if there are far more, cleans up first."""
         if len(self.entries) >= 64 + 2 * live:
             self.clean()
         entry = (key, next(self._serial), item)

@@ -28,7 +28,7 @@ class Full:
 
     name: str
     limit: int
-    total: bool  # Whether it is for all bands together.
+    total: bool  # Whether the limit is for all bands together.
 
 
 class Occupancy:
@@ -121,7 +121,10 @@ class Occupancy:
 
 
 class DrainRate:
-    """The rate of grants, for `Retry-After`. The grant of a request that waits again is not counted."""
+    """The rate at which waiting requests are granted a backend, for `Retry-After`.
+
+    Covers the last `_GRANTS` grants. The grant of a request that waits again is not counted.
+    """
 
     _GRANTS = 64
     _PAUSE_S = 10.0

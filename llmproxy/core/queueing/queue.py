@@ -21,7 +21,7 @@ FLOW_LOOK_MAX = 8  # Requests of one flow and base model that a pass tries, to b
 
 
 def head_rank(request: Request) -> Rank:
-    """Returns the first rank of a flow, for a request that had already been granted."""
+    """Returns a rank before all other requests of a flow, for a request that was granted a backend before."""
     return Rank((-inf, request.arrived_s))
 
 
@@ -38,7 +38,7 @@ class Queued(Struct, eq=False):
     due_s: tuple[float, float] = (inf, inf)  # Its deadlines on the two clocks of `Deadlines`.
     key: Key = (0.0, 0.0)  # Its current sort key in the flow.
     blocked_by: str | None = None  # The queue of `BlockedRequests` (usage limit or backend) in which it waits.
-    on_hold: bool = False  # It is on hold: it arrived while no backend that it may use was up.
+    on_hold: bool = False  # Whether it arrived while no backend that it may use was up.
     back_from: str | None = None  # The queue of `BlockedRequests` from which it went back to its flow.
     later: str = ""  # A full backend that it waits for, "" for none.
     gone: bool = False
@@ -221,7 +221,7 @@ class Band:
         self._faults.notify(self.fairness.backlogged, flow, head.request)
 
     def lines(self, now: float) -> Iterator[Iterable[Queued]]:
-        """Yields line by line: the first rests of streams, then the flows in the order of the policy.
+        """Yields line by line: the rests of broken streams, then the flows in the order of the policy.
 
         A line has the first `FLOW_LOOK_MAX` requests of each base model, in order. Close a generator before any change.
         """
@@ -247,11 +247,17 @@ class Band:
                 close()
 
     def first(self, flow: str) -> Generator[Queued, None, None]:
-        """Yields the first `FLOW_LOOK_MAX` requests of `flow` for each base model. Close it before any change."""
+        """Yields the first `FLOW_LOOK_MAX` requests of `flow` for each base model.
+
+        Close the generator before any change.
+        """
         return self._lines[flow].first()
 
     def heads(self) -> Generator[Queued, None, None]:
-        """Yields the first rests of streams, and the first requests of each flow. Close it before any change."""
+        """Yields the first rests of broken streams, then the first requests of each flow, up to `FLOW_LOOK_MAX` of each.
+
+        Close the generator before any change.
+        """
         for waiting in (self._continued, *self._lines.values()):
             with closing(waiting.first()) as line:
                 yield from line

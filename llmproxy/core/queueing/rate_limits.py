@@ -20,7 +20,7 @@ class Rates(Protocol):
     """Enforces the rate limits of tenants and models. `admit` and `ended` are called once for each request."""
 
     def reconfigure(self, limits: Mapping[str, UsageLimit], now: float) -> None:
-        """Applies new limits."""
+        """Applies new limits. Requests and tokens that were already charged still count."""
 
     def admit(self, request: Request, now: float) -> None:
         """Charges a request and its expected tokens. Raises Refused (`rate_limited`)."""
@@ -139,7 +139,7 @@ def charged_usage(request: Request, verdict: Verdict, usage: Usage | None) -> Us
 
 
 def amount(kind: str, tokens: float) -> float:
-    """Returns the charge of a request with `tokens` for a rate of this kind."""
+    """Returns the charge of a request with `tokens` for a rate of this kind: 1 for REQUESTS, `tokens` for TOKENS."""
     return 1.0 if kind == REQUESTS else tokens
 
 

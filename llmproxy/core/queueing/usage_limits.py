@@ -93,7 +93,7 @@ class UsageLimits:
             self._tidy(name)
 
     def released(self, request: Request, used_tokens: float | None, now: float) -> None:
-        """Records the end of an attempt. `used_tokens`: as counted by the engine; None if not known."""
+        """Records the end of an attempt. `used_tokens` is None if the tokens that the engine computed are not known."""
         self._leave(request)
         if used_tokens is not None:
             self.rates.used(request, used_tokens, now)

@@ -30,7 +30,7 @@ class _Bands(dict[int, Band]):
 
 
 class WaitingRoom:
-    """Bands of flows, blocked requests, and the deadlines of both."""
+    """The waiting requests of one pool and their deadlines. A request waits in a flow of its band, or is blocked."""
 
     def __init__(
         self,
@@ -95,7 +95,10 @@ class WaitingRoom:
         return found
 
     def ahead_of(self, level: int) -> int:
-        """Returns the number of requests ahead of a new request of band `level`."""
+        """Returns the number of requests in flows of band `level` and above, which go before a new request of `level`.
+
+        Blocked requests are not counted.
+        """
         return sum(band.size for other, band in self.bands.items() if other >= level)
 
     # --- in and out --------------------------------------------------------------------------------------------------

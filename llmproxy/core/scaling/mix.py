@@ -204,7 +204,10 @@ class Mix:
         return found
 
     def span_s(self, now: float, window_s: int) -> float:
-        """Returns the length of the last `window_s`, in seconds; less soon after the first arrival."""
+        """Returns the seconds that `within(now, window_s)` covers: the window and the current slot; at least 1.
+
+        If the first arrival is more recent, returns the time since then.
+        """
         first_s = now if self.first_s is None else self.first_s
         return max(1.0, min(window_s + now % SLOT_S, now - first_s))
 

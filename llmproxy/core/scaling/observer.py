@@ -74,7 +74,7 @@ class PoolScaling(LeaseObserver):
         self._settings = settings
 
     def join(self, other: PoolScaling) -> None:
-        """Merges another pool into this one. Its requests in flight count here until they end."""
+        """Merges the pool `other` into this one. The requests in flight of `other` count here until they end."""
         self._joined.append(other)
         self._on_hold, other._on_hold = self._on_hold + other._on_hold, 0
 

@@ -14,12 +14,15 @@ from llmproxy.core.scaling.need import Need, RoleNeed
 
 
 def prefill_share(need: Need) -> float:
-    """Returns the share of prompts in a load that is not 0."""
+    """Returns the share (0..1) of prompts in the work of a pool. The work must not be 0."""
     return need.prefill / (need.prefill + need.decode)
 
 
 def by_role(need: Need, views: Iterable[View]) -> Need:
-    """Returns `need` with the need of each role, if the pool has roles. `both` then counts as decode."""
+    """Returns `need` with the need of each role. Backends of role `both` count as decode.
+
+    Returns `need` unchanged if no backend of `views` has the role prefill or decode.
+    """
     up: Counter[Role] = Counter()
     for view in views:
         up[view.role] += view.available

@@ -59,7 +59,7 @@ class FairnessPolicy(ABC):
         """Takes over the balances of another process. Call it after its waiting requests have been moved here."""
 
     def standing(self, flow: str) -> tuple[tuple[str, float], ...]:
-        """Returns (name, value) pairs of the account of `flow`, for operators."""
+        """Returns (name, value) pairs of the account of `flow`, which debug pages show."""
         return ()
 
 
