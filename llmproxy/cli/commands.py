@@ -40,7 +40,7 @@ NO_BACKENDS = (
 
 ProxyUrl = Annotated[str, typer.Argument(metavar="URL", help="Base URL of the proxy, or of its admin port.")]
 AdminKey = Annotated[
-    str | None, typer.Option(metavar="KEY", envvar=ADMIN_KEY_VARIABLE, help="Needed where the proxy has one.")
+    str | None, typer.Option(metavar="KEY", envvar=ADMIN_KEY_VARIABLE, help="Admin key of the proxy, if it has one.")
 ]
 
 
@@ -133,7 +133,7 @@ def serve(
 
 app.command(cls=PanelHelp, short_help="Write a configuration for your servers.")(init)
 app.command(cls=PanelHelp, short_help="Look at servers, and report problems.")(doctor)
-app.command(cls=PanelHelp, short_help="Try it in front of your router, unchanged.")(shadow)
+app.command(cls=PanelHelp, short_help="Predict what would change for the clients of your router.")(shadow)
 
 
 @app.command(cls=PanelHelp, short_help="Report the problems of a configuration file.")
@@ -317,7 +317,7 @@ def top(
     _ask(lambda: asked.top(asked.ProxyAddress.parsed(url, admin_key), interval_s, once=once, as_json=as_json), "top")
 
 
-@app.command(cls=PanelHelp, short_help="Tell the story of one request.")
+@app.command(cls=PanelHelp, short_help="Show the history of one request.")
 def explain(
     request: Annotated[
         str, typer.Argument(metavar="REQUEST_ID", help="As in the log, and x-request-id of its answer.")
@@ -396,8 +396,8 @@ def batch(
 ) -> None:
     """Send the requests of a batch file, and append each answer to a results file in OpenAI's format.
 
-    The same command goes on after any end. Exit code: 0 if each request has a result, 1 if some of them failed, 2 for
-    wrong input, 3 if results are missing.
+    Run the same command again to continue after any end. Exit code: 0 if each request has a result, 1 if some of them
+    failed, 2 for wrong input, 3 if results are missing.
     """
     from llmproxy.tools.batch import BatchError, BatchOptions, run
     from llmproxy.tools.top import AskError, ProxyAddress

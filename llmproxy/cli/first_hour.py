@@ -119,13 +119,14 @@ def shadow(
     ] = None,
     to_insecure: Annotated[bool, typer.Option("--to-insecure", help="Accept any certificate of the router.")] = False,
     backends: Annotated[
-        list[str] | None, typer.Option("--backend", metavar="URL", help="Base URL of a replica behind it; repeat it.")
+        list[str] | None,
+        typer.Option("--backend", metavar="URL", help="Base URL of a replica of that router; repeat it for more."),
     ] = None,
     listen: Annotated[
         str, typer.Option("--listen", metavar="HOST:PORT", help="Address for your clients.")
     ] = "127.0.0.1:8080",
     config: Annotated[
-        Path | None, typer.Option("--config", "-c", metavar="FILE", help="Configuration that you would use.")
+        Path | None, typer.Option("--config", "-c", metavar="FILE", help="Configuration that llmproxy would have.")
     ] = None,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder of the record and the report.")] = Path(
         "shadow"
@@ -139,7 +140,8 @@ def shadow(
 ) -> None:
     """Pass all requests on to your router unchanged, and predict what llmproxy would have changed.
 
-    Ctrl-C ends it and writes the report. With --report, only write the report. The shadow may still run.
+    Ctrl-C ends the shadow and writes the report. With --report, only report on the record in DIR, even while a shadow
+    still writes it.
     """
     import uvloop
 

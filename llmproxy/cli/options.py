@@ -37,7 +37,7 @@ BATCH: Options = {
     "url": (_option(str, metavar="URL", help="Base URL of the proxy."), PROXY),
     "out": (_option(Path | None, metavar="FILE", help="Results file. Default: FILE.results.jsonl."), None),
     "api_key": (
-        _option(str | None, metavar="KEY", envvar="OPENAI_API_KEY", help="Needed where clients need one."),
+        _option(str | None, metavar="KEY", envvar="OPENAI_API_KEY", help="API key for the proxy, if clients need one."),
         None,
     ),
     "in_flight": (
@@ -45,7 +45,10 @@ BATCH: Options = {
         None,
     ),
     "criticality": (_option(str, metavar="BAND", help="The band, or the name of an objective."), "sheddable"),
-    "while_idle": (_option(bool, "--while-idle", help="Use the band idle: only replicas without work."), False),
+    "while_idle": (
+        _option(bool, "--while-idle", help="Use the band idle: only replicas without work get its requests."),
+        False,
+    ),
     "attempts": (_option(int, min=1, help="Most attempts for each request, except for those refused with 429."), 6),
 }
 REPLICA: Options = {
@@ -56,7 +59,7 @@ REPLICA: Options = {
     "max_loras": (_option(int, min=1, help="Most adapters in one batch."), 4),
     "kv_tokens": (_option(int | None, min=16, help="Size of the KV cache. Default: the size in the profile."), None),
     "max_model_len": (_option(int | None, min=1, help="Longest sequence, in tokens."), None),
-    "speed": (_option(float, help="10 is ten times faster than real."), 1.0),
+    "speed": (_option(float, help="Speed of the simulated engine; 10 is ten times real time."), 1.0),
     "seed": (_option(int, help="Seed of the random variation of step times."), 0),
     "api_key": (_option(str | None, help="Key that clients must present."), None),
     "text": (
@@ -134,16 +137,24 @@ SIMULATE: Options = {
     "replicate": (_option(int, min=1, help="Copies of the clients of the trace that run at once."), 1),
     "skip": (_option(int, min=0, help="Requests to leave out at the start of the trace."), 0),
     "requests": (_option(int | None, min=1, help="Requests of the trace to use. Default: all."), None),
-    "warmup": (_option(float, min=0.0, max=0.9, help="Share of the time that is not counted."), 0.0),
+    "warmup": (
+        _option(
+            float, min=0.0, max=0.9, help="Share of the time at the start of the trace (0 to 1) that is not counted."
+        ),
+        0.0,
+    ),
     "seeds": (_option(int, min=1, max=1000, help="Runs of each policy, each with a seed of its own."), 1),
     "first_seed": (_option(int, help="The first seed."), 1),
-    "proxies": (_option(int | None, min=1, max=64, help="Number of independent proxies."), None),
+    "proxies": (
+        _option(int | None, min=1, max=64, help="Independent proxies before the fleet. Default: by the fleet."),
+        None,
+    ),
     "scales": (
         _option(
             list[str] | None,
             "--scale",
             metavar="SIGNAL",
-            help="Scale the fleet, up to its replicas, by this signal (ours, hpa_queue, ...); repeat it to compare.",
+            help="Scale the fleet, up to all its replicas, by a signal (ours, hpa_queue, ...); repeat it to compare.",
         ),
         None,
     ),

@@ -172,7 +172,9 @@ def origins_in_force(old: Config, new: Config) -> dict[Place, str]:
 def _settings(
     value: Any, key: str, place: Place, origins: Mapping[Place, str], given: bool = True
 ) -> Iterator[tuple[Place, SettingInForce]]:
-    """Yields the settings below `value`. If not `given`, it is a default, and its section's origin does not apply."""
+    """Yields the settings below `value`. If not `given`, `value` is a default, and the origin of its section does not
+    apply.
+    """
     if isinstance(value, Section):
         for name, field in type(value).model_fields.items():
             last, was_given = field.alias or name, name in value.model_fields_set

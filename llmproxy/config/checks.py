@@ -16,7 +16,7 @@ Problem = tuple[Place, str]  # A place below the validated field, and the proble
 
 
 def report(problems: Iterable[Problem]) -> None:
-    """Raises all problems as one ValidationError, each with its place in the configuration."""
+    """Raises all problems, if there are any, as one ValidationError, each with its place in the configuration."""
     errors = [
         InitErrorDetails(type="value_error", loc=place, input="", ctx={"error": ValueError(reason)})
         for place, reason in problems

@@ -91,11 +91,12 @@ class Config(Section):
     forward_credentials: bool = False
     """Send Authorization, x-api-key and Cookie of clients to backends. Only without API keys and tenants."""
     body_bytes_max: Count = 64 << 20
-    """Largest request body."""
+    """Largest request body in bytes; larger ones get 413."""
     body_bytes_total_max: Count = 2 << 30
-    """Most bytes of request bodies in memory, divided among workers."""
+    """Most bytes of request bodies in memory, divided among workers. Beyond this number, the largest arriving bodies
+    are refused."""
     drain_timeout_s: Annotated[Number, Field(ge=0)] = 30.0
-    """Longest time for requests to finish after SIGTERM."""
+    """Longest time for requests to finish after SIGTERM. Then they are cut."""
     drain_delay_s: Annotated[Number, Field(ge=0)] = 0.0
     """Time after SIGTERM in which requests are accepted, but /ready is 503, so that clients move."""
     drain_queued: Annotated[str, one_of(DRAIN_QUEUED)] = "refuse"
@@ -136,25 +137,25 @@ class Config(Section):
     bands: dict[str, Integer] = Field(default_factory=dict, examples=[{"urgent": 50}])
     """Further bands, beside critical 100, default 0 and sheddable -100. Larger integers go first."""
     shared_limits: SharedLimitsConfig = SharedLimitsConfig()
-    """Rates that several proxies share."""
+    """Rate limits that several proxies enforce together."""
     models: tuple[ModelConfig, ...] = ()
-    """Names that clients request. Others need no entry."""
+    """Settings of model names that clients request. A name without settings needs no entry."""
     objectives: tuple[ObjectiveConfig, ...] = ()
-    """Objectives that a header selects."""
+    """Bands and latency objectives that clients select by a header."""
     tenants: tuple[TenantConfig, ...] = ()
     """Clients by their API keys. With a tenant, every request needs a key."""
     scheduling: SchedulingConfig = SchedulingConfig()
     """Which request goes next, and where."""
     queue: QueueConfig = Field(default=QueueConfig(), validate_default=True)
-    """Limits of the queue."""
+    """Limits of waiting requests and of their waits."""
     replica_groups: tuple[ReplicaGroupConfig, ...] = ()
-    """Kinds of replicas with their costs, for `/scale`."""
+    """Groups of replicas with their costs, among which `/scale` divides the replicas that a pool needs."""
     scaling: ScalingConfig = ScalingConfig()
-    """Replicas that each pool needs, as `/scale` reports them."""
+    """How `/scale` computes the replicas that each pool needs."""
     timeouts: TimeoutsConfig = TimeoutsConfig()
     """Timeouts of one attempt."""
     retry: RetryConfig = RetryConfig()
-    """Attempts after a failure before the first byte."""
+    """Further attempts for a request after a failed one."""
     health: HealthConfig = HealthConfig()
     """When a backend is ejected."""
     poll: PollConfig = PollConfig()

@@ -320,7 +320,7 @@ class Pools:
     def usage_left(self, name: str, now: float) -> dict[str, float | None]:
         """Maps each rate and daily budget of a limit to the requests or tokens that are left.
 
-        The keys are those of the configuration, such as `tokens_per_day`. A value is None if it is not limited.
+        The keys are named as in the configuration, such as `tokens_per_day`. The value is None without such a limit.
         """
         per_min, per_day = self.limits.rates.left_per_min(name, now), self.days.left(name, now)
         names = ("requests_per_min", "tokens_per_min", "requests_per_day", "tokens_per_day")

@@ -92,7 +92,7 @@ class LeaseClient:
         try:
             return await asked.granted
         except asyncio.CancelledError:
-            # The lease may have been granted in this turn of the loop.
+            # The lease may have been granted in this iteration of the event loop.
             self._runs.pop(asked.call, None)
             self.report(messages.CancelCall(asked.call))
             raise
@@ -138,7 +138,7 @@ class LeaseClient:
             raise
         finally:
             del self._calls[call]
-            # Avoids a reference cycle, as in `wait`.
+            # Avoids a reference cycle, as in `admit`.
             del answer
 
     def _open_call(self, message: Callable[[int], Message]) -> tuple[int, asyncio.Future[CallAnswer]]:
@@ -227,7 +227,7 @@ class LeaseClient:
             case messages.LeaseGranted():
                 self._granted(message)
             case messages.LeaseCut():
-                # In the next turn of the loop, after the task has received its lease.
+                # In the next iteration of the event loop, after the task has received its lease.
                 asyncio.get_running_loop().call_soon(self._cut, message)
             case messages.CallRefused(call, outcome, text, retry_after_s):
                 asked = self._waiting.get(call)
@@ -251,7 +251,7 @@ class LeaseClient:
         if link is not None and not link.local:
             at_s += loop_time()
             link.send(messages.LeaseAcknowledged(message.call))
-        # Each loop reads the clock once a turn, so the grant may seem earlier than the request.
+        # Each event loop reads the clock once an iteration, so the grant may seem earlier than the request.
         grant = Grant(
             message.call, as_stage(asked.request, message.stage), message.placed, max(asked.since_s, at_s),
             message.queued_ahead, message.why, message.left_s,

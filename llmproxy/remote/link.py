@@ -65,7 +65,10 @@ class Frames(Generic[MessageT]):
         self._bytes = bytearray()
 
     def feed(self, data: bytes, handle: Callable[[MessageT], object]) -> None:
-        """Passes on the messages of completed frames, and reports exceptions of `handle`. Raises BrokenFrameError."""
+        """Calls `handle` for each message of the frames that `data` completes. Raises BrokenFrameError.
+
+        An exception of `handle` goes to the event loop's exception handler, and the next message follows.
+        """
         buffer = self._bytes
         buffer += data
         begin = 0
@@ -102,7 +105,7 @@ class Sender(Protocol):
 
 
 class Link(asyncio.Protocol, Generic[MessageT]):
-    """An end of a connection. Messages sent in one turn of the event loop share a frame.
+    """An end of a connection. Messages sent in one iteration of the event loop share a frame.
 
     A link that is not `local` closes when its peer is silent or does not read. A local link needs no limit of its send
     buffer: its messages come from the requests of one worker, whose number is limited.
@@ -191,7 +194,7 @@ class Link(asyncio.Protocol, Generic[MessageT]):
     # --- sending ------------------------------------------------------------------------------------------------------
 
     def send(self, message: Sendable) -> None:
-        """Sends a message at the end of this turn of the event loop; drops it if the connection has ended."""
+        """Sends a message at the end of this iteration of the event loop; drops it if the connection has ended."""
         if self.lost:
             return
         if not self._unsent:

@@ -92,7 +92,7 @@ class DirectRequest(Message, frozen=True, tag=29):
 
 
 class CancelCall(Message, frozen=True, tag=5):
-    """The worker no longer needs the answer to a call. A lease granted to the call ends."""
+    """The client no longer needs the answer to a call. A lease granted to the call ends."""
 
     call: int
 
@@ -105,7 +105,7 @@ class RequestEnded(Message, frozen=True, tag=10):
 
 
 class PrefixCached(Message, frozen=True, tag=11):
-    """Calls `Pools.cached`."""
+    """Calls `Leasing.cached`: a backend has cached blocks of the prompt and the answer of a lease."""
 
     pool: str
     lease: int
@@ -114,7 +114,7 @@ class PrefixCached(Message, frozen=True, tag=11):
 
 
 class AttemptEnded(Message, frozen=True, tag=12):
-    """Calls `Metrics.attempted`."""
+    """Calls `ExitSink.attempted` in the scheduler process: an attempt ended."""
 
     backend: str
     verdict: Verdict
@@ -127,7 +127,7 @@ class ExitReport(Message, frozen=True, tag=13):
 
 
 class UsageLearned(Message, frozen=True, tag=14):
-    """Calls `Estimator.learn`."""
+    """Calls `Estimator.learn` in the scheduler process, with the usage of an answer."""
 
     model: str
     prompt_bytes: int | None
@@ -242,7 +242,7 @@ class PageResponse(Answer, frozen=True, tag=25):
 
 
 class LeaseCut(Answer, frozen=True, tag=26):
-    """The flags of a lease (`Lease.cut`)."""
+    """The present flags of a lease, after `Lease.cut` changed them in the scheduler process."""
 
     lease: int
     revoked: bool

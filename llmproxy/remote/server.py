@@ -182,7 +182,7 @@ class LeaseServer:
             lease.on_cut()
 
     def _take_back(self, call: int, returned: LeaseEvent | None = None) -> None:
-        """Returns a lease in the next turn of the loop. `returned` is None if the client left."""
+        """Returns a lease in the next iteration of the event loop. `returned` is None if the client left."""
         lease = self._lent.pop(call).lease
         # Breaks the reference cycle of lease and callback, which only the garbage collector could free.
         lease.on_cut = None
@@ -216,7 +216,7 @@ class LeaseServer:
     # --- messages of the client ---------------------------------------------------------------------------------------
 
     def handle(self, message: FromWorker | FromMember) -> None:
-        """Handles a message of the client. A lease that this process could not book has no entry."""
+        """Handles a message of the client. Ignores events of a lease that this process could not book."""
         match message:
             case LeaseEvent(call):
                 if (lent := self._lent.get(call)) is not None:
@@ -227,7 +227,7 @@ class LeaseServer:
                 if (lent := self._lent.get(call)) is not None:
                     lent.acknowledged = True
             case messages.RequestEnded(request_id, met):
-                # In the next turn of the loop, after its lease is returned.
+                # In the next iteration of the event loop, after its lease is returned.
                 self._loop.call_soon(self.forget, request_id, met)
             case messages.PrefixCached(pool, call, backend, hashes):
                 lent = self._lent.get(call)

@@ -10,7 +10,7 @@ from msgspec import Struct
 from llmproxy.core.domain import Grant, GrantReason, Outcome, Predicted, Stage, Verdict
 from llmproxy.core.retry import MEANINGS, Again, Cause
 
-ERROR_CHARS_MAX = 2_000  # The most characters of an error. A pipe may mix lines of more than 4 KB.
+ERROR_CHARS_MAX = 2_000  # Maximum length of an error as JSON. A pipe may mix log lines of more than 4 KB.
 _BEGINNING_CHARS = 160
 
 
@@ -86,11 +86,10 @@ class Attempt(Struct, kw_only=True, omit_defaults=True):
     prompt_tokens: int | None = None  # The counts of the engine, None if it reported none.
     cached_tokens: int | None = None
     output_tokens: int | None = None
-    # Tokens that count beyond these, because the engine reported none or not all.
+    # Tokens that are charged in addition to the reported ones, because the engine reported none or not all.
     estimated_prompt_tokens: int = 0
     estimated_output_tokens: int = 0
-    # The price of these tokens on an external backend.
-    cost: float = 0.0
+    cost: float = 0.0  # Price of the tokens on an external backend, in the currency of the configuration.
 
     @classmethod
     def begun(cls, grant: Grant, queued_s: float) -> Attempt:
@@ -153,13 +152,13 @@ class Attempt(Struct, kw_only=True, omit_defaults=True):
 
     @property
     def used_tokens(self) -> tuple[int, int]:
-        """The tokens of prompt and answer that count, with estimates."""
+        """The (prompt, output) tokens of the attempt: the counts of the engine plus the estimates."""
         prompt, output = self.prompt_tokens or 0, self.output_tokens or 0
         return prompt + self.estimated_prompt_tokens, output + self.estimated_output_tokens
 
     @property
     def error(self) -> str | None:
-        """The failure, in words."""
+        """Message and detail of the failure, shortened for a log line; None if there is neither."""
         return shortened(f"{self.message} {self.detail}".strip())
 
     @property
@@ -177,7 +176,7 @@ class Attempt(Struct, kw_only=True, omit_defaults=True):
 
 
 def shortened(error: str) -> str | None:
-    """Shortens an error for a record; None for an empty error."""
+    """Returns `error`, or only its beginning if it is longer than ERROR_CHARS_MAX as JSON; None if it is empty."""
     # The limit applies to JSON, where escapes turn one character into up to twelve.
     if len(error) > _BEGINNING_CHARS and len(json.dumps(error)) > ERROR_CHARS_MAX:
         return f"{error[:_BEGINNING_CHARS]}... ({len(error)} characters)"

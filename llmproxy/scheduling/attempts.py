@@ -157,7 +157,10 @@ async def run_attempts(
 
 
 def _why_not_continued(request: Request, routing: Routing, dispatcher: Leasing, *, left: bool) -> str | None:
-    """Returns why no other backend may generate the rest of a stream; None if one may. `left`: has attempts left."""
+    """Returns why no other backend may generate the rest of a stream; None if another backend may.
+
+    `left`: whether the request has attempts left.
+    """
     if not dispatcher.granting:
         return "the proxy shuts down"
     if request.backend is not None:

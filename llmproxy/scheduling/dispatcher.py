@@ -72,7 +72,7 @@ class Dispatcher:
     # Request id -> the waiting request, and its lease in the future.
     _waiting: dict[str, tuple[Request, asyncio.Future[Lease]]] = field(default_factory=dict)
     _leases: dict[int, Lease] = field(default_factory=dict)
-    _scheduled: bool = False  # Whether a pass is due in the next turn of the loop.
+    _scheduled: bool = False  # Whether a pass is due in the next iteration of the event loop.
     _until_s: float = inf
     _cuts: PacedCalls = field(default_factory=PacedCalls)
     _closed: bool = False
@@ -106,7 +106,8 @@ class Dispatcher:
         granted: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
         self._waiting[request.id] = request, granted
         if len(self._waiting) == 1 and not self._scheduled:
-            # No other request waits. The next turn of a busy loop would delay the first token by a millisecond.
+            # No other request waits. The next iteration of a busy event loop would delay the first token by a
+            # millisecond.
             self._decide()
         else:
             self._decide_soon()
@@ -117,7 +118,10 @@ class Dispatcher:
             raise
 
     def resume(self, request: Request, placed: Placed, at_s: float) -> Lease | None:
-        """Returns the lease of an attempt that another scheduler granted at `at_s`; None without the backend."""
+        """Returns the lease of an attempt that another scheduler granted at `at_s`.
+
+        Returns None if this process does not know the backend in the pool of the request.
+        """
         number = self.pools.resume(request, placed, at_s)
         if number is None:
             return None
@@ -276,7 +280,10 @@ class Dispatcher:
         self.reconsider()
 
     def leaves(self, backend: str, *, moves: bool = False) -> None:
-        """Marks the leases on a drained backend, so that its end is no crash. `moves`: attempts end that can move."""
+        """Sets `Lease.leaving` on the leases of a drained backend, whose end then counts as planned and not as a crash.
+
+        With `moves`, `Lease.hung` is set too: attempts that another backend can continue end now.
+        """
         for lease in self._leases.values():
             if lease.backend == backend:
                 self._cuts.add(partial(lease.cut, hung=moves, leaving=True))
@@ -339,7 +346,8 @@ class Dispatcher:
             self.inversions += decision.why.inverted
             lease = self._leases[decision.lease] = Lease(decision, self.apply)
             _, granted = self._waiting.pop(decision.request.id)
-            # The client left in this turn: the future is cancelled, so `_abandon` cannot give the grant back.
+            # The client left in this iteration of the event loop: its future is cancelled, so `_abandon` cannot give
+            # the grant back.
             if granted.done():
                 self.apply(Returned(decision.lease, Verdict.CLIENT_GONE), decision.at_s)
             else:

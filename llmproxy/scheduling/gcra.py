@@ -62,7 +62,7 @@ return answers
 """Applies the corrections, then each ask as a whole or not at all. Returns two numbers for each ask: the milliseconds
 to wait and the place (from 1) of the rate with this wait; 0 and 0 if the ask was taken."""
 
-Taken = Iterable[tuple[bytes, float]]  # (Key, seconds to take) for each rate of an ask.
+Taken = Iterable[tuple[bytes, float]]  # An ask, the charge of one request: (key, seconds to take) for each rate.
 
 
 def script_arguments(

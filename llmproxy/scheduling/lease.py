@@ -41,7 +41,7 @@ class Lease(Struct, eq=False):
     """The right to use one backend for one attempt. The lease is given back exactly once."""
 
     grant: Grant
-    # Reports an event of this lease to its lender. The time is on the clock of the loop.
+    # Reports an event of this lease to the object that granted it. The time is on the event loop's clock.
     apply: Callable[[LeaseEvent, float], None]
     verdict: Verdict = Verdict.CLIENT_GONE  # Set by the holder before the end.
     usage: Usage | None = None  # Set by the holder too.
@@ -50,7 +50,7 @@ class Lease(Struct, eq=False):
     # The backend hangs, or it is `leaving` and its time is over. The holder may ignore this if its answer has begun and
     # can only go on there.
     hung: bool = False
-    # A request of a higher band needs the place. The holder may ignore this if its answer has begun.
+    # A request of a higher band needs the slot. The holder may ignore this if its answer has begun.
     preempted: bool = False
     leaving: bool = False  # The backend was drained, so its end is planned. This does not end the attempt.
     movable: bool = False  # Whether a further attempt may follow this one if the backend hangs. Set by the caller.
@@ -60,7 +60,7 @@ class Lease(Struct, eq=False):
         return self.grant.placed.backend
 
     def cut(self, *, revoked: bool = False, hung: bool = False, preempted: bool = False, leaving: bool = False) -> None:
-        """Sets flags, and tells the code that uses the lease."""
+        """Sets the given flags, which stay set, and calls `on_cut`."""
         self.revoked, self.hung = self.revoked or revoked, self.hung or hung
         self.preempted, self.leaving = self.preempted or preempted, self.leaving or leaving
         if self.on_cut is not None:

@@ -58,13 +58,13 @@ class ExternalConfig(Section):
     price_per_million_output: Annotated[Number, Field(ge=0)] | None = Field(default=None, examples=[0.6])
     """Price of a million answer tokens. Required with `models`."""
     only_above_wait_s: Annotated[Number, Field(ge=0)] | None = 10.0
-    """Wait from which a request goes there although a replica is up. null: only while no replica is up."""
+    """Wait from which a request goes to the endpoint although a replica is up. null: only while no replica is up."""
     from_band: Criticality = "default"
-    """Lowest band whose requests go there."""
+    """Lowest band whose requests go to the endpoint."""
     api_key_file: Path | None = None
-    """File with its API key, read at the start and at a reload. null: no file."""
+    """File with the API key of the endpoint, read at the start and at a reload. null: no file."""
     api_key_env: Name | None = Field(default=None, examples=["OPENAI_API_KEY"])
-    """Environment variable with its API key. null: the backend's api_key."""
+    """Environment variable with the API key of the endpoint. null: the backend's api_key."""
 
     @model_validator(mode="after")
     def _complete(self) -> ExternalConfig:
@@ -75,8 +75,9 @@ class ExternalConfig(Section):
 
 class BackendConfig(Section):
     url: Annotated[str, AfterValidator(backend_url)] = Field(examples=["http://gpu-0:8000"])
-    """Base URL of a vLLM server; its path precedes the path of requests. dns+http://HOST:PORT: all addresses of HOST.
-    srv+http://NAME: its SRV records. kubernetes+http://service/NAME, pods/SELECTOR, inferencepool/NAME: their pods."""
+    """Base URL of a vLLM server; its path precedes the path of requests. Several servers: dns+http://HOST:PORT (all
+    addresses of HOST), srv+http://NAME (the SRV records of NAME), or kubernetes+http://TYPE/NAME (the pods of
+    service/NAME, pods/SELECTOR or inferencepool/NAME)."""
     name: Name = Field(default_factory=lambda data: _place_of(data.get("url", "")), examples=["gpu-0"])
     """Name in logs, metrics and x-llmproxy-backend. Default: the URL without its scheme, or the pod."""
     max_in_flight: Count | None = None
@@ -85,11 +86,12 @@ class BackendConfig(Section):
     prompt_tokens: Annotated[PromptRange | None, idle.unless_policy("placement", "cost")] = Field(
         default=None, examples=[[1, 4000]]
     )
-    """Preferred prompt lengths: [from, to]. Other prompts come only if other backends are much slower. null: any."""
+    """Preferred prompt lengths in tokens: [from, to]. Other prompts are sent to this backend only if other backends are
+    much slower. null: any."""
     group: Name | None = None
     """Group of equal replicas that scale as one (replica_groups)."""
     group_label: Annotated[Name | None, idle.Rule(idle.names_labels)] = Field(default=None, examples=["pool"])
-    """Pod label with the group; `group` counts for pods without it. null: no label."""
+    """Label of a pod whose value is its group. Pods without the label are in `group`. null: no label."""
     role: Annotated[str, one_of(tuple(Role)), idle.Rule(idle.both_roles)] = "both"
     """both, prefill (computes prompts for other servers) or decode (generates their answers)."""
     api_key: ApiKey | None = Field(default=None, repr=False)
@@ -192,19 +194,21 @@ class HealthConfig(Section):
     failures_before_ejection: Count = 3
     """Failed requests in a row that eject a backend."""
     ejection_s: Seconds = 1.0
-    """First ejection; each further one takes twice as long."""
+    """Time of the first ejection, in which the backend gets no requests. Each further ejection takes twice as long."""
     ejection_max_s: Seconds = Field(default=30.0, validate_default=True)
-    """Longest ejection."""
+    """Upper bound of the time of an ejection."""
     misses_before_down: Count = 2
     """Unanswered polls in a row until a backend is down."""
     ejected_ratio_max: Annotated[Number, Field(ge=0, le=1)] = 0.5
-    """Largest share of a pool (0 to 1) that is ejected: one backend in any case, but never the last of a model."""
+    """Largest share of a pool (0 to 1) that may be ejected at once. A single backend always may, but never the last
+    backend of a model."""
     slow_start_s: Annotated[Number, Field(ge=0)] = 5.0
     """Time until a backend that comes back has its full share, if others have free slots. 0: at once."""
     hung_s: Seconds | None = 1.5
-    """Silence while first bytes are due that ejects a backend, unless long prompts explain it. null: never."""
+    """A backend is ejected if it sends nothing for so long while first bytes are due, unless long prompts explain the
+    silence. null: never."""
     slow_factor: Annotated[Number, Field(gt=1)] | None = 5.0
-    """Slowdown that ejects a backend, unless its whole pool is slower. null: never."""
+    """A backend is ejected if it becomes so many times slower than before, unless its whole pool does. null: never."""
 
     @field_validator("ejection_max_s")
     @classmethod
@@ -222,7 +226,7 @@ class PollConfig(Section):
     models_interval_s: Seconds = 2.0
     """Time between requests for /v1/models."""
     timeout_s: Seconds = 2.0
-    """Longest poll."""
+    """Time after which an unanswered poll counts as failed."""
     stale_after_s: Seconds = 5.0
     """Age from which a scrape is ignored."""
 
@@ -238,11 +242,11 @@ class ReplicaGroupConfig(Section):
     name: Name = Field(examples=["spot"])
     """Name in backends[].group."""
     cost: Annotated[Number, Field(gt=0)] = 1.0
-    """Price of a replica, in any unit. Cheaper work comes first."""
+    """Price of a replica, in any unit. Groups with the most work for their cost are filled first."""
     min: Annotated[Integer, Field(ge=0)] = 0
-    """Fewest replicas."""
+    """Fewest replicas of the group."""
     max: Annotated[Integer, Field(ge=1)] | None = None
-    """Most replicas. null: no limit."""
+    """Most replicas of the group. null: no limit."""
 
     _above_min = field_validator("max")(_not_below_min)
 
@@ -257,13 +261,14 @@ class ScalingConfig(Section):
     max: Annotated[Integer, Field(ge=1)] | None = None
     """Most replicas of a pool. null: no limit."""
     target_wait_s: Seconds = 60.0
-    """Time until all waiting requests should be served."""
+    """Time within which the waiting requests should be served. A shorter time asks for more replicas."""
     utilisation: Annotated[Number, Field(gt=0, le=1)] = 0.8
-    """Share of a replica (above 0, at most 1) for planned work."""
+    """Share of the time of a replica (above 0, at most 1) that is planned with. The rest is a reserve."""
     target_tpot_s: Seconds | None = None
-    """Time per output token to keep. null: the mean objective, if any."""
+    """Time per output token that replicas should keep. null: the mean objective of the requests, if they have any."""
     start_s: Seconds | None = None
-    """Time until a new replica serves, by which the load's trend is extended. null: as observed, or 120."""
+    """Time until a new replica serves. While the load rises, replicas are asked for so long before they are needed.
+    null: as observed, or 120."""
     idle_s: Seconds = 900.0
     """Time without requests after which a pool needs no replica, if `min` is 0."""
 

@@ -33,13 +33,13 @@ class ClientsConfig(Section):
     trusted_proxies: Networks = Field(default=(), examples=["loopback", "10.1.2.3"])
     """Reverse proxies whose X-Forwarded-For counts: loopback, all, none, or addresses and networks."""
     connections_max: Count = 65_536
-    """Most client connections; others are closed with 503. The limit of open files can lower it."""
+    """Most client connections; further ones are closed with 503. The limit of open files can lower this number."""
     address_connections_max: Count | None = None
-    """Most connections from one address; others are closed with 429. null: no limit."""
+    """Most connections from one address; further ones are closed with 429. null: no limit."""
     address_requests_per_s: Annotated[Number, Field(gt=0)] | None = None
-    """Most requests per second from one address; others get 429. null: no limit."""
+    """Most requests per second from one address; further ones get 429. null: no limit."""
     idle_timeout_s: Seconds = 75.0
-    """Longest time without a request, or in which the client does not read its response."""
+    """A connection is closed after this time without a request, or in which the client reads nothing of a response."""
     head_timeout_s: Seconds = 30.0
     """Longest time for the header of a request, or for a TLS handshake."""
     head_bytes_max: Count = 128 << 10
@@ -82,10 +82,10 @@ class AdminConfig(Section):
 
 class UsageConfig(Section):
     dir: str = Field(default="auto", examples=["/var/lib/llmproxy/usage"])
-    """Folder of the daily use of tenants: auto (beside the state file), none (lost at the end), or a path. Members of a
-    cluster need a common one."""
+    """Folder for the daily use of tenants: auto (beside the state file), none (the use is lost at the end of the
+    process), or a path. Members of a cluster need a common folder."""
     time_zone: Annotated[str, AfterValidator(time_zone_of)] = Field(default="UTC", examples=["Europe/Berlin"])
-    """Time zone of the days."""
+    """Time zone in which a day of `usage` and of daily limits begins and ends."""
 
 
 class ClusterTlsConfig(Section):
@@ -108,16 +108,16 @@ class ClusterConfig(Section):
     advertise: Annotated[Annotated[str, AfterValidator(host_and_port)] | None, _IN_CLUSTER] = Field(
         default=None, examples=["10.0.0.7:8090"]
     )
-    """HOST:PORT for other members. null: `listen`, with the address of this host's name."""
+    """HOST:PORT at which other members reach this one. null: `listen`, with the address of this host's name."""
     lock: Annotated[str, AfterValidator(lock_of), _IN_CLUSTER] = Field(
         default="kubernetes", examples=["valkey://valkey:6379"], repr=False
     )
     """Lock that elects the leader: kubernetes (a Lease), or valkey://HOST:PORT (Redis too)."""
     lock_s: Annotated[Number, Field(ge=1), _IN_CLUSTER] = 4.0
-    """Lifetime of the lock. When a leader dies, grants pause so long and up to 1 s more."""
+    """Lifetime of the lock. When a leader dies, no request is sent to a backend for this time and up to 1 s more."""
     standalone_after_s: Annotated[Seconds | None, _IN_CLUSTER] = None
-    """Time without a leader after which each of N members decides alone, with 1/N of every limit. null: requests wait,
-    and get 503 after `lock_s` and 5 s."""
+    """Time without a leader after which each of N members schedules alone, with 1/N of every limit. null: none does,
+    and requests wait and get 503 after `lock_s` plus 5 s."""
     name: Annotated[LockName, _IN_CLUSTER] = "llmproxy"
     """Name of the cluster and its lock."""
     member: Annotated[Name | None, _IN_CLUSTER] = None
@@ -159,7 +159,7 @@ class SharedLimitsConfig(Section):
     ] = Field(default=None, examples=["valkey://valkey:6379"], repr=False)
     """Store of the rates: valkey://HOST:PORT (Redis too). null: each proxy counts alone."""
     name: Annotated[LockName, _WITH_STORE] = "llmproxy"
-    """Proxies with this name, a part of the store's keys, share their rates."""
+    """Name that is part of the keys in the store. Proxies with the same name share their rates."""
     on_failure: Annotated[str, AfterValidator(failure_of), _WITH_STORE] = Field(default=CLOSED, examples=["1/3"])
     """While the store is unreachable: closed (requests under a rate get 503), or 1/N (each of N proxies applies this
     part)."""

@@ -40,20 +40,20 @@ from llmproxy.core.queueing.ordering import orderings
 
 class LimitsConfig(Section):
     in_flight: Count | None = None
-    """Most requests in flight; others wait. null: no limit."""
+    """Most requests in flight; further ones wait. null: no limit."""
     requests_per_min: Rate | None = None
-    """Most requests per minute; others get 429. null: no limit."""
+    """Most requests per minute; further ones get 429. null: no limit."""
     tokens_per_min: Rate | None = None
-    """Most prompt and output tokens per minute; then 429. null: no limit."""
+    """Most prompt and output tokens per minute; further requests get 429. null: no limit."""
     requests_per_day: Count | None = None
-    """Most requests per day (usage.time_zone); others get 429. null: no limit."""
+    """Most requests per day (usage.time_zone); further ones get 429. null: no limit."""
     tokens_per_day: Count | None = None
-    """Most prompt and output tokens per day; then 429. null: no limit."""
+    """Most prompt and output tokens per day (usage.time_zone); further requests get 429. null: no limit."""
     prompt_tokens_max: Count | None = None
-    """Most estimated tokens of a prompt; longer ones get 400. null: the engine's limit."""
+    """Most estimated tokens of a prompt; requests with longer ones get 400. null: the engine's limit."""
     max_tokens_max: Count | None = None
-    """Most tokens that a request may ask for (max_tokens and its other names); more get 400. The default of chats,
-    completions, responses and messages. null: the engine's limit."""
+    """Most tokens that a request may ask for (max_tokens and its other names); requests for more get 400. A chat,
+    completion, response or message that asks for no number gets this one. null: the engine's limit."""
 
 
 Ttft = Annotated[Seconds | None, idle.plausible("ttft_s", 600.0), idle.looked_at("ttft_s")]
@@ -66,11 +66,12 @@ class ModelConfig(Section):
     target: Name | None = Field(default=None, examples=["llama-3.1-8b"])
     """Base model or adapter behind an alias. null: no alias, or targets."""
     targets: dict[str, Weight] = Field(default={}, examples=[{"llama-3.1-8b": 9, "llama-3.3-8b": 1}])
-    """Base models or adapters behind an alias, with weights; one may have its name. A session keeps its target. A
-    target that no backend serves gets no requests."""
+    """Base models or adapters behind an alias, with their weights; one may have the name of the alias. A session keeps
+    its target. A target that no backend serves gets no requests."""
     base: Name | None = Field(default=None, examples=["llama-3.1-8b"])
-    """Base model whose engines load this adapter at its first request (a LoRA resolver), even if none lists it. NAME*
-    is every name with this prefix; they share band, objectives and limits. null: only listed names are served."""
+    """Base model whose engines load this adapter at its first request (a LoRA resolver), even if no engine lists it. An
+    entry named PREFIX* is for every name with this prefix; these names share band, objectives and limits. null: the
+    name is served only if an engine lists it."""
     criticality: Criticality | None = Field(default=None, examples=["critical"])
     """Band: a name or an integer. null: the target's, else default."""
     ttft_s: Ttft = None
@@ -78,7 +79,7 @@ class ModelConfig(Section):
     tpot_s: Tpot = None
     """Objective for the mean time per further token. null: the target's, else none."""
     limits: LimitsConfig = LimitsConfig()
-    """Limits of all requests of this name. An alias counts for its target too."""
+    """Limits of all requests for this name. Requests for an alias count for its target too."""
 
     @property
     def stands_for(self) -> str | Mapping[str, float] | None:
@@ -99,9 +100,9 @@ class ObjectiveConfig(Section):
 
 class KeyConfig(Section):
     hash: KeyHash = Field(repr=False)
-    """Hash of an API key (`llmproxy hash-key`). A plain hash can be the whole entry."""
+    """Hash of an API key (`llmproxy hash-key`). An entry with only a hash can be the hash itself."""
     expires: Moment | None = Field(default=None, examples=["2027-01-31"])
-    """Date or timestamp from which the key is refused, in UTC without a zone. null: never."""
+    """Date or timestamp from which the key is refused; in UTC if it has no time zone. null: never."""
     name: Name | None = Field(default=None, examples=["laptop"])
     """Name in logs, on the page and in key_metrics. null: its position, such as keys[0]."""
 
@@ -114,17 +115,19 @@ class TenantConfig(Section):
     criticality: Criticality | None = None
     """Band, unless a trusted header names another. null: the model's."""
     band_max: Criticality | None = None
-    """Highest band. null: no limit if trusted, else headers do not raise the band."""
+    """Highest band of the tenant's requests, whatever a header asks for. null: only headers of a trusted tenant can
+    raise the band."""
     weight: Annotated[Weight, idle.WEIGHTS, idle.Rule(idle.tenants_set_apart)] = 1.0
     """Weight of the tenant's flows against other flows of the band."""
     limits: LimitsConfig = LimitsConfig()
-    """Limits of all its requests."""
+    """Limits of all requests of the tenant."""
     models: tuple[Name, ...] | None = Field(default=None, examples=[["llama-3.1-8b"]])
     """Model names that it may request; others are unknown to it. null: all names."""
     cache_salt: Annotated[str, AfterValidator(salt_of)] | None = Field(default=None, repr=False)
-    """Separates its prompts in prefix caches: auto, or a secret that tenants can share. null: none."""
+    """Salt that separates the prompts of the tenant from others in prefix caches: auto (a salt for each tenant), or a
+    secret that several tenants can share. null: no salt."""
     trusted: bool = False
-    """Its objective, fairness and SLO headers count, from any address."""
+    """The objective, fairness and SLO headers of the tenant count, from any address."""
     ttft_s: Ttft = None
     """Objective for the time to first token, from arrival. null: the model's."""
     tpot_s: Tpot = None
@@ -156,56 +159,60 @@ class SchedulingConfig(Section):
     fairness: Annotated[
         str, named_in(policies.names, locality_fair_share="fair_share"), idle.Rule(idle.objectives_measured)
     ] = "fair_share"
-    """Next flow of a band: fair_share, slo, round_robin or fcfs."""
+    """Policy that chooses the next flow of a band: fair_share, slo, round_robin or fcfs."""
     ordering: Annotated[str, named_in(orderings.names, edf="least_slack", shortest="least_slack")] = "least_slack"
-    """Next request of a flow: least_slack (by objectives; fcfs without) or fcfs."""
+    """Policy that chooses the next request of a flow: least_slack (by objectives, or as fcfs without them) or fcfs."""
     placement: Annotated[
         str, named_in(presets.names, blend="cost", power_of_two="least_request", random="least_request")
     ] = "cost"
-    """Backend of a request: cost, session, least_request or round_robin."""
+    """Policy that chooses the backend of a request: cost, session, least_request or round_robin."""
     flow: Annotated[str, AfterValidator(flow_of)] = Field(default="model", examples=["header:x-team"])
-    """Requests of one flow have the same model (the requested name), tenant, tenant+model or header:NAME (a trusted
-    header)."""
+    """Property that the requests of one flow have in common: model (the requested name), tenant, tenant+model, or
+    header:NAME (a header of trusted clients)."""
     session: Annotated[Sessions, idle.SESSION] = Field(default=SESSIONS, examples=[["header:x-user-id", "cookie:SID"]])
-    """Places of the session: header:NAME, cookie:NAME or body:NAME. The first with a value counts."""
+    """Fields that name the session of a request: header:NAME, cookie:NAME or body:NAME. The first field in a
+    request counts."""
     fairness_cost: Annotated[str, named_in(charges.names, kv_seconds="tokens"), idle.FAIRNESS_COST] = "tokens"
     """Cost that fair_share divides: tokens or requests."""
     ceilings: dict[str, Fraction] = Field(default={"critical": 1.0, "default": 0.95, "sheddable": 0.85})
-    """Part of a backend (above 0, at most 1) that a band may fill. Other bands: as the next lower band; idle and below:
-    0.01."""
+    """Part of a backend's batch limit (above 0, at most 1) that a band may fill. A band without an entry has the part
+    of the next lower band; the band idle and lower bands have 0.01."""
     headroom_s: Annotated[Number, Field(ge=0)] = 60.0
-    """Time after a request of a band in which lower bands leave it a free slot. 0: none."""
+    """Time after a request of a band in which lower bands leave a slot free for this band. 0: they leave none."""
     min_shares: dict[str, Annotated[Number, Field(ge=0, le=1)]] = Field(default={}, examples=[{"sheddable": 0.05}])
     """Least share of the work (0 to 1) of a waiting band, against higher bands too."""
     weights: Annotated[dict[str, Weight], idle.WEIGHTS] = Field(default={}, examples=[{"my-model": 2.5}])
-    """Weights of flows by name. Others: the tenant's, or 1."""
+    """Weights of flows by name. Other flows have the weight of the tenant, or 1."""
     input_weight: Annotated[Number, Field(ge=0), idle.TOKEN_WEIGHT] = 1.0
     """Cost of a prompt token."""
     output_weight: Annotated[Number, Field(gt=0), idle.TOKEN_WEIGHT] = 2.0
     """Cost of an output token."""
     slo_window_s: Annotated[Seconds, idle.unless_policy("fairness", "slo")] = 300.0
-    """Window in which fairness `slo` counts objectives."""
+    """Time for which fairness `slo` counts whether a request met its objective."""
     preemption: bool = True
-    """Take requests of bands below default, before their first byte, back for requests of bands above default."""
+    """Take requests of bands below default back from their backend before their first byte, if a request of a band
+    above default needs the slot. They wait again."""
     refuse_late: Annotated[bool, idle.unless(idle.has_objectives, idle.NO_OBJECTIVE)] = False
-    """Refuse a request (429) that would miss its objective even as the next one."""
+    """Refuse a request (429) if its first token would miss the objective even if the request were served next."""
     look_ahead: Annotated[Integer, Field(ge=0)] | None = None
-    """Requests above an engine's batch limit, so that it is never idle. null: measured."""
+    """Requests that an engine gets beyond its batch limit, so that no place of its batch stays empty. null:
+    measured."""
     prompt_window_s: Annotated[Seconds | None, idle.unless_policy("placement", "cost")] = 0.3
-    """A backend gets no prompts while its present ones take longer than this. Placement `cost` only. null: no limit."""
+    """A backend gets no further prompts while its uncomputed ones need more time than this. Only for placement `cost`.
+    null: no limit."""
     disaggregation: Annotated[Disaggregated, idle.WITHOUT_ROLES] = Field(default="auto", examples=[512])
-    """Compute prompts on prefill backends: auto (if faster), always, never, or from so many tokens that no decode
-    backend has cached."""
+    """Prompts that prefill backends compute: auto (if faster), always, never, or a number: those with at least so many
+    tokens that are not cached on the best backend for the whole request."""
     kv_connector: Annotated[str, named_in(connectors.names), idle.WITHOUT_ROLES] = "nixl"
-    """How backends pass KV caches on: nixl (NixlConnector; the second engine pulls) or store (LMCache, Mooncake, a
-    folder)."""
+    """How a decode backend gets the KV cache of a prompt: nixl (from the prefill backend, by NixlConnector) or store
+    (from LMCache, Mooncake or a folder)."""
     kv_lease_s: Annotated[Seconds, idle.WITHOUT_ROLES] = 30.0
-    """Time for which an engine keeps a KV cache for another: vLLM's kv_lease_duration."""
+    """Time for which a prefill engine keeps the KV cache of a prompt for a decode engine: vLLM's kv_lease_duration."""
     warm_up_pairs: Annotated[bool, idle.WITHOUT_ROLES] = True
-    """Send a short prompt through each pair of prefill and decode backends after a start: the first transfer is
-    slow."""
+    """Send a short prompt through each pair of prefill and decode backends after one of them starts, because the first
+    transfer of a pair is slow."""
     initial_batch_limit: Count = 4
-    """Batch limit of an engine until it is known."""
+    """Batch limit that is assumed for an engine until the real limit is learned."""
     kv_full_ratio: Fraction = 1.0
     """KV cache usage (above 0, at most 1) of a full backend, for placement and for `/scale`."""
     seed: Integer | None = None
@@ -214,13 +221,13 @@ class SchedulingConfig(Section):
 
 class QueueConfig(Section):
     max_wait_s: Seconds = 60.0
-    """Longest wait."""
+    """Longest wait of a request while a backend is up. Then it gets 429."""
     band_max_wait_s: dict[str, Seconds] = Field(default={}, examples=[{"sheddable": 600}])
-    """Longest wait, by band."""
+    """Longest wait by band, in place of `max_wait_s`."""
     no_backend_wait_s: Annotated[Number, Field(ge=0)] = 30.0
-    """Longest further wait while no backend for the request is up. 0: refuse at once."""
+    """Longest wait while no backend for the request is up, apart from `max_wait_s`. Then it gets 503. 0: at once."""
     startup_wait_s: Annotated[Number, Field(ge=0)] = 10.0
-    """Longest further wait after the start, until any backend has answered. The shorter of both times counts."""
+    """As `no_backend_wait_s`, until any backend has answered after the start. The shorter of both times counts."""
     requests_max: Count = 20_000
     """Most waiting requests."""
     bytes_max: Count = 1 << 30
@@ -232,27 +239,27 @@ class QueueConfig(Section):
     band_bytes_max: Count = 1 << 30
     """Most bytes of waiting bodies of a band."""
     band_tokens_max: Count | None = None
-    """Most estimated tokens of a band. null: no limit."""
+    """Most estimated tokens of waiting requests of a band. null: no limit."""
     flow_requests_max: Count | None = None
     """Most waiting requests of a flow. null: no limit."""
     flow_bytes_max: Count | None = None
     """Most bytes of waiting bodies of a flow. null: no limit."""
     flow_tokens_max: Count | None = None
-    """Most estimated tokens of a flow. null: no limit."""
+    """Most estimated tokens of waiting requests of a flow. null: no limit."""
 
 
 class TimeoutsConfig(Section):
     connect_s: Seconds = 5.0
-    """Longest time to connect."""
+    """Longest time to connect to a backend."""
     first_byte_s: Seconds = 300.0
     """Longest time from dispatch to the first body byte of a stream."""
     stall_s: Seconds = 120.0
-    """Longest pause in a stream."""
+    """Longest time between two chunks of a stream."""
     total_s: Seconds = 3600.0
-    """Longest time from dispatch to the last byte."""
+    """Longest time from dispatch to the last byte of an answer."""
     keep_alive_s: Seconds | None = None
-    """Time between comments (`: keep-alive`) before a stream begins. The first sends status 200, so that later errors
-    are events. null: no comments."""
+    """Time between comments (`: keep-alive`) to the client before its stream begins. With the first comment, the client
+    gets status 200, so that later errors are events of the stream. null: no comments."""
     adapter_s: Seconds = 120.0
     """Longest time to load or unload an adapter."""
 
@@ -266,9 +273,9 @@ _WITH_RETRIES = idle.unless(lambda config: config.retry.extra_attempts > 0, "ret
 
 class RetryConfig(Section):
     extra_attempts: Annotated[Integer, Field(ge=0, le=100)] = 2
-    """Most further attempts."""
+    """Most further attempts for a request after its first one failed."""
     budget_ratio: Annotated[Number, Field(ge=0, le=1), _WITH_RETRIES] = 0.2
-    """Most retries, as a share of all requests."""
+    """Most retries, as a share of all requests. Attempts that left no work in an engine do not count."""
     continue_: Annotated[str, one_of(CONTINUED), _WITH_RETRIES] = Field(default="safe", alias="continue")
-    """Streams that continue on another replica when theirs fails. off: none. safe: those without options that depend on
-    all tokens of the answer, such as `seed` and penalties. always: also with these options."""
+    """Streams that another replica continues when their replica fails. off: none. safe: streams without options that
+    depend on all tokens of the answer, such as `seed` and penalties. always: also streams with these options."""

@@ -191,8 +191,8 @@ class HangDetection:
         return self._unseen[True].explained_s(1)
 
     def _silent(self, backend: BackendStreams, since_s: float, late_s: float, now: float) -> bool:
-        """Returns whether a silence since `since_s` is too long. If not, `due_s` is set to the end of the allowed silence,
-        unless it is earlier.
+        """Returns whether a silence since `since_s` is too long. If not, sets `due_s` to the end of the allowed
+        silence, unless `due_s` is earlier.
         """
         until_s = since_s + max(self.settings.hung_s, late_s) + backend.pending_loads.explained_s(since_s)
         if now < until_s:

@@ -44,8 +44,7 @@ class Unejected:
 
 @dataclass(frozen=True, slots=True)
 class EjectionSkipped:
-    """Event: a backend was not ejected, because too many of its pool are ejected, or no other could take its requests.
-    """
+    """Event: a backend was not ejected, because too many of its pool are ejected or no other can take its requests."""
 
     why: str
 

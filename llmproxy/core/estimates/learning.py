@@ -1,5 +1,4 @@
-"""Means, rates and quantiles that the core learns while it runs. Each weights newer observations more than older ones.
-"""
+"""Means, rates and quantiles that the core learns while it runs. Each weights newer observations more than older."""
 
 from __future__ import annotations
 

@@ -141,8 +141,7 @@ class FilteredPlacement(Placement):
 
 
 def make(name: str, rng: Random) -> Placement:
-    """Returns a new placement of the preset `name`. Raises ValueError with the known names if there is no such preset.
-    """
+    """Returns a new placement of the preset `name`. For an unknown name, raises ValueError with the known names."""
     return presets.get(name)(rng)
 
 

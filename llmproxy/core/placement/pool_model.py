@@ -35,7 +35,7 @@ class PoolModel:
         self.demand = AdapterDemand(self.rates.loads)
         self.claims: dict[str, dict[str, float]] = {}
         """Full or closed backend -> (request id -> prefill seconds) of the requests that wait for it in this pass, in
-        the order of their turns."""
+        the order in which they will be sent to it."""
 
     def prices(
         self, request: Request, able: Sequence[View], fits: Sequence[bool], ceiling: float, now: float

@@ -254,7 +254,7 @@ class Band:
         return self._lines[flow].first()
 
     def heads(self) -> Generator[Queued, None, None]:
-        """Yields the first rests of broken streams, then the first requests of each flow, up to `FLOW_LOOK_MAX` of each.
+        """Yields the first rests of broken streams, then the first requests of each flow, as `first` does.
 
         Close the generator before any change.
         """

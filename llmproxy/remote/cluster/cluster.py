@@ -54,7 +54,9 @@ class Cluster:
         self.epoch = 0
         self.leadership: Leadership | None = None
         self.members: tuple[str, ...] = ()  # Names of all members, as the leader last announced them.
-        self.sessions: MemberSessions | None = None  # The sessions of all members; None while it does not lead.
+        self.sessions: MemberSessions | None = (
+            None  # The sessions of all members; None while this member does not lead.
+        )
         self.lock_error: str | None = None  # Why the lock store cannot be reached; None while it can.
         self.leader_changes = 0  # How often this member began to lead or to follow a leader.
         self.last_gap_s: float | None = None  # How long this member had no leader before the current leader.

@@ -220,7 +220,10 @@ class Dialer:
         self.failure: tuple[str, str] | None = None  # Holder and reason of the last failed attempt.
 
     def dial(self, leadership: Leadership) -> None:
-        """Connects to this leader, unless an attempt is under way. Cancels an attempt to another leader."""
+        """Begins to connect to this leader, unless an attempt is under way. Cancels an attempt to another leader.
+
+        When the leader has sent its Welcome, `handle` gets it. A failed attempt is logged and not repeated.
+        """
         if self._attempt is not None and not self._attempt.done():
             if self._to == leadership:
                 return

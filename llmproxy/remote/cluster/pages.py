@@ -41,7 +41,7 @@ def bounded(page: Page) -> Page:
 
 
 class MemberPages:
-    """The `Pages` of a member."""
+    """The `Pages` of a cluster member. Requests for LEADER_PATHS are forwarded to a leader in another process."""
 
     def __init__(self, own: OwnPages, cluster: Cluster, rulebook: Rulebook) -> None:
         self._own = own
@@ -76,7 +76,7 @@ class MemberPages:
 
 
 def cluster_status(cluster: Cluster) -> dict[str, Any]:
-    """Returns the cluster as this member sees it."""
+    """Returns the content of `/admin/cluster`: the state of this member, and on the leader also the other members."""
     found: dict[str, Any] = {
         "member": cluster.me.name,
         "address": cluster.me.address,

@@ -39,7 +39,7 @@ _log = structlog.get_logger()
 
 
 class MemberSession:
-    """Serves one member over successive connections. `on_resumed` is called after its `Resumed`."""
+    """Serves one member over successive connections. `on_resumed` is called after each `Resumed` of the member."""
 
     def __init__(self, services: Services, hello: Hello, on_resumed: Callable[[], None]) -> None:
         self._pools = services.dispatcher.pools
@@ -95,7 +95,10 @@ class MemberSession:
 
 
 class MemberSessions:
-    """The members, while this member leads. `me` returns its Hello. `on_resumed` is called after each `Resumed`."""
+    """The sessions of all members while this member leads. `me` returns the Hello of this member.
+
+    `on_resumed` is called after each `Resumed` of a member.
+    """
 
     def __init__(
         self, me: Callable[[], Hello], services: Services, callbacks: MemberCallbacks, hand_over: HandOver,

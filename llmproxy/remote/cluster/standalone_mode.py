@@ -30,7 +30,10 @@ class StandaloneMode:
         self.limit_divisor = 0  # 0 while inactive, else the last known number of members. Every limit is divided by it.
 
     def begin(self, services: Services, me: Hello, limit_divisor: int, without_leader_s: float) -> None:
-        """Enters standalone mode."""
+        """Enters standalone mode: this process grants its own leases, and divides each limit by `limit_divisor`.
+
+        `me` is the Hello of this member. `without_leader_s` is only logged.
+        """
         self.limit_divisor = limit_divisor
         _log.warning("cluster_standalone_began", parts=limit_divisor, without_leader_s=round(without_leader_s, 3))
         self._dispatcher.pools.split_limits(limit_divisor, loop_time())

@@ -92,7 +92,7 @@ class _Sent:
 
 @dataclass(slots=True)
 class _Exchange:
-    """An accepted request."""
+    """An accepted generation request: runs its job, and writes the answer as the tokens come."""
 
     service: Service
     request: web.BaseRequest
@@ -221,7 +221,7 @@ class _Exchange:
         return Choice(text, ids, reason, answer.stop_reason if reason else None)
 
     def _opening(self) -> list[bytes]:
-        """Returns the opening events, once."""
+        """Returns the opening events at the first call, and none at later calls."""
         if self.opened:
             return []
         self.opened = True

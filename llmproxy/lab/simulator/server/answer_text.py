@@ -46,11 +46,11 @@ class Wrong(Words):
 
 
 class Numbered(AnswerText):
-    """A numbered answer. If the prompt ends with the beginning of this answer, only the rest of the answer.
+    """A numbered answer; if the prompt ends with the beginning of this answer, only its rest.
 
-    The part may end within a token. Then the other bytes of this token come first, as tokens of four bytes. `join` says
-    what follows a prompt that has the text of the first part, but other tokens. With `split`, the next token becomes
-    other tokens of the same text. With `repeat`, the last token, or its part, is written again.
+    The beginning may end within a token. Then the other bytes of this token come first, as tokens of four bytes. `join`
+    says what follows a prompt that has the text of the beginning, but other tokens. With `split`, the next token
+    becomes other tokens of the same text. With `repeat`, the last token of the prompt, or its part, is written again.
     """
 
     def __init__(self, prompt: Sequence[int], model: str, choice: int, join: Join = "same") -> None:

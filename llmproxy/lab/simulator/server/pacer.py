@@ -162,10 +162,7 @@ class Pacer:
             self.metrics.publish(gauges, counters)
 
     def _hand_out(self, emitted: Sequence[str], finished: Sequence[str], now_s: float) -> int:
-        """Delivers all emitted tokens to their jobs, and returns how many are first tokens.
-
-        It does not yield to the event loop.
-        """
+        """Delivers all emitted tokens to their jobs. Returns how many are first tokens of a sequence."""
         firsts = 0
         for request_id in emitted:
             if (held := self._jobs.get(request_id)) is None:

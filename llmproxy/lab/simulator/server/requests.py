@@ -41,7 +41,7 @@ class Limits:
     model: str
     adapters: frozenset[str]
     max_model_len: int
-    join: Join = "same"  # How an answer goes on from its text.
+    join: Join = "same"  # How an answer continues whose beginning is in the prompt; see `ReplicaOptions`.
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class GenerationRequest:
     cache_salt: str | None = None
     return_token_ids: bool = False
     stops: tuple[str, ...] = ()
-    join: Join = "same"  # How an answer goes on from its text.
+    join: Join = "same"  # How an answer continues whose beginning is in the prompt; see `ReplicaOptions`.
     body: Body = field(default_factory=dict)
 
     @property
@@ -166,7 +166,10 @@ def messages_request(body: Body, limits: Limits, counting: bool = False) -> Gene
 
 
 def resolve(body: Body, limits: Limits) -> tuple[str, str | None]:
-    """Returns the model name as given, and the adapter or None. A body without a model means the base model."""
+    """Returns (model name as given, adapter or None). A body without a model means the base model.
+
+    Raises ApiError, with status 404 for an unknown name.
+    """
     name = body.get("model")
     if name is not None and not isinstance(name, str):
         raise invalid("string_type", "body.model", "Input should be a valid string", _shown(name))
@@ -218,7 +221,7 @@ def _conversation(
 
 
 def _joined(prompt: tuple[int, ...], limits: Limits) -> tuple[int, ...]:
-    """Returns the tokens of a text. If `limits.join` is not `same`, a numbered last token becomes other tokens."""
+    """Returns `prompt`; if `limits.join` is not `same`, with other tokens for the text of a numbered last token."""
     if limits.join == "same" or prompt[-1] < numbered.FIRST_ID or not numbered.number_of(prompt[-1]):
         return prompt
     return (*prompt[:-1], *packed(numbered.bytes_of(prompt[-1])))
@@ -282,7 +285,10 @@ def _checked(
     default_tokens: int | None = None,
     join: Join = "same",
 ) -> GenerationRequest:
-    """Runs the checks that all endpoints share, in vLLM's order."""
+    """Returns the request after the checks that all endpoints share, in vLLM's order. Raises ApiError.
+
+    `limit_name` is the field with the most output tokens, and `default_tokens` its default (None: as many as fit).
+    """
     wanted = _integer(body, limit_name)
     options = body.get("stream_options") or {}
     if not isinstance(options, dict):

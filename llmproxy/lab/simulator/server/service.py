@@ -210,7 +210,7 @@ class Service:
                 self.idle.set()
 
     def job(self, generation: GenerationRequest, request_id: str, arrived_s: float) -> GenerationJob:
-        """Returns the sequences of a request, one per prompt and choice, in order of their index."""
+        """Returns the job of a request, with a sequence for each prompt and choice, in the order of their indexes."""
         sequences: list[EngineRequest] = []
         reasons: list[str] = []
         answers: list[AnswerText] = []
