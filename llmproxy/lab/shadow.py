@@ -38,7 +38,7 @@ MEASURED = "measured"
 WHO = (MEASURED, "your router, simulated", "llmproxy, simulated")
 FIT_REQUESTS = 500
 REQUESTS_MAX = 20_000
-"""The most requests of a record that are simulated: the last ones."""
+"""Maximum number of requests of a record that are simulated. Of a longer record, the last ones are."""
 FITS = 2
 PREFILL_SCALES = (1.0, 0.5, 2.0)
 SIZES = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0)

@@ -18,7 +18,11 @@ SIZES_MAX = 64
 def fleets(
     fleet: SimulatedFleet, scales: Sequence[str], sizes: str | None, roles: bool = False
 ) -> dict[str, SimulatedFleet]:
-    """Returns the fleets of a run, each with a suffix for the names of policies. Raises ValueError with the reason."""
+    """Maps a suffix for the names of policies to each variant of `fleet` that the options of `llmproxy simulate` ask
+    for.
+
+    Without such options, the only key is "". Raises ValueError with the reason for options that do not fit together.
+    """
     if roles:
         if scales or sizes is not None or fleet.autoscale is not None:
             raise ValueError(

@@ -64,8 +64,8 @@ def test_example_and_page_have_every_key_with_its_meaning() -> None:
         "| `trust_headers` | auto or networks | `auto` |",
         "| `trusted_proxies` | networks | `none` |",
         "| `ceilings` | mapping of names to number > 0, <= 1 | `{critical: 1.0, default: 0.95, sheddable: 0.85}` |",
-        "| `weights` | mapping of names to number > 0 | `{}` | Weights of flows by name. Others: the"
-        " tenant's, or 1. Example: `{my-model: 2.5}`. *file* |",
+        "| `weights` | mapping of names to number > 0 | `{}` | Weights of flows by name. Other flows have the weight of"
+        " the tenant, or 1. Example: `{my-model: 2.5}`. *file* |",
     ],
 )
 def test_page_has_type_default_example_and_marks(row: str) -> None:

@@ -42,9 +42,9 @@ class Baseline:
     # The source of the algorithm, in one line.
     about: str
     make: Callable[[Surroundings], Placement]
-    # Interval of its metrics readings; None if it reads no metrics.
+    # Interval at which the policy reads metrics; None if it reads none.
     scrape_s: float | None = None
-    # Order of its queue, which stays empty if it binds at once.
+    # Fairness policy of the queue before the placement. The queue stays empty if the placement never waits.
     fairness: str = "fcfs"
 
 

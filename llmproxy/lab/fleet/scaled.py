@@ -30,7 +30,7 @@ class ScaledFleet:
         self._starting: dict[str, asyncio.TimerHandle] = {}
         self._serving: list[str] = []
         self._leaving: set[str] = set()
-        self.trail: list[tuple[float, int, int]] = []  # (Second, wanted replicas, serving replicas) at each look.
+        self.trail: list[tuple[float, int, int]] = []  # (Second, wanted, serving replicas) at each reading.
         self.cost_s = 0.0
         self._looked_s: float | None = None
 
@@ -88,7 +88,7 @@ class ScaledFleet:
         self._servers[name].start()
 
     def _remove(self) -> None:
-        """Removes a starting replica, or else the newest."""
+        """Cancels the newest starting replica, or if none is starting, drains the newest serving one."""
         if self._starting:
             name, timer = self._starting.popitem()
             timer.cancel()

@@ -47,9 +47,9 @@ class World:
     blocks: Blocks
     # Whether replicas have roles (prefill, decode).
     split_up: bool = False
-    # The facts that a proxy can know.
+    # The facts about the live requests that a proxy can know.
     prompts: dict[str, KnownPrompt] = field(default_factory=dict)
-    # Only the oracle may read these.
+    # The arrivals of the live requests, which only the oracle may read.
     arrivals: dict[str, Arrival] = field(default_factory=dict)
     serial: Iterator[int] = field(default_factory=lambda: count(1))
     _last_sequence: tuple[str, EngineRequest] | None = None

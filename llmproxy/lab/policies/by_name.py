@@ -37,7 +37,7 @@ class PolicyPlan:
     name: str
     about: str
     settings: Settings
-    # Interval of its metrics readings; None if it reads no metrics.
+    # Interval at which the policy reads metrics; None if it reads none.
     scrape_s: float | None
     make_placement: Callable[[Surroundings, World], Placement]
     # Whether requests wait in the proxy until a backend can begin them (late binding).

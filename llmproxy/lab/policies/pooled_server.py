@@ -43,7 +43,7 @@ class EngineWork(NamedTuple):
     prefill_squares: float = 0.0  # end² - first² of the prompt positions to compute.
     decode_tokens: float = 0.0
     context_tokens: float = 0.0  # Context of all decoded tokens.
-    private_tokens: float = 0.0  # The part of it that no earlier request shares, so that each request needs KV cache.
+    private_tokens: float = 0.0  # The part of `context_tokens` that needs KV cache, because no earlier request has it.
 
     def plus(self, other: EngineWork) -> EngineWork:
         return EngineWork(*map(add, self, other))
@@ -179,7 +179,7 @@ class QueueBounds:
     times. Times to first token are accurate within 0.5 %.
     """
 
-    requests_per_s: float | None = None  # The highest rate of such requests.
+    requests_per_s: float | None = None  # The highest rate of requests like these.
     service_s: float | None = None  # The inverse of `requests_per_s`.
     utilisation: float | None = None  # The work of the trace, divided by the fleet's capacity in that time.
     pooled_ttft_p50_s: float | None = None

@@ -90,7 +90,7 @@ class Audit:
         """Records a grant. `view` is the granted backend; for a split request, its decode backend."""
         request = grant.request
         self.left(request)
-        # A decode stage got its place with the grant of its prefill stage, so it cannot be an inversion.
+        # A decode stage got its slot with the grant of its prefill stage, so its grant cannot be an inversion.
         if not grant.why.guaranteed and request.stage is not Stage.DECODE:
             self.inversions += any(
                 not other.limits and could_serve(other, excluded, view) for other, excluded in self._above(request.band)

@@ -72,7 +72,7 @@ def new_figure(height_in: float) -> Figure:
 def short(name: str) -> str:
     """Shortens a name to one line beside a plot.
 
-    The begin and the end of a long name stay: variants of a policy differ at the end, and tenants often at the begin.
+    A long name loses its middle: variants of a policy differ at the end, and tenants often at the beginning.
     """
     name = " ".join(name.split())
     # A legend hides names that begin with an underscore.

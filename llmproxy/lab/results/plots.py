@@ -34,7 +34,10 @@ class Plot:
 
 
 def goodput_plot(result: SimulationResult, own: Collection[str]) -> Plot | None:
-    """Draws goodput against load; None without several loads. Call it within `style`."""
+    """Draws goodput against load, with thicker lines for `own`, the names of llmproxy's own policies.
+
+    Returns None without several loads. Call it within `drawing.style`.
+    """
     points = load_points(result)
     prefills = sorted({point.prefill_scale for point in points})
     known = any(row.goodput is not None for point in points for row in point.rows)
@@ -55,7 +58,9 @@ def goodput_plot(result: SimulationResult, own: Collection[str]) -> Plot | None:
 
 
 def _looks(policies: list[str], own: Collection[str]) -> dict[str, dict[str, Any]]:
-    """Returns a line style for each policy: own policies solid and thick, references dotted, others in turn."""
+    """Returns a line style for each policy: thick lines for `own`, dotted ones for `REFERENCES`, and different colours
+    and dashes for the others.
+    """
     looks: dict[str, dict[str, Any]] = {}
     ranked = sorted((policy for policy in policies if policy not in REFERENCES), key=lambda policy: policy not in own)
     for i, policy in enumerate(policies):

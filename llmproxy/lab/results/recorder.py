@@ -139,9 +139,10 @@ class RunRecorder:
     def scaled(
         self, trail: list[tuple[float, int, int]], cost_s: float, turn_s: float, begin_s: float, end_s: float
     ) -> None:
-        """Sets the scaling of the fleet.
+        """Sets the figures of the autoscaler.
 
-        `trail` has (second, wanted, serving) at each reading of the signal. `cost_s` is the replica-seconds of the run.
+        `trail` has (second, wanted replicas, serving replicas) at each reading of the signal. `cost_s` is the
+        replica-seconds between `begin_s` and `end_s`. `turn_s` is the `within_s` of `changes_of`.
         """
         peak = max((wanted for _, wanted, _ in trail), default=0)
         turns = changes_of(trail, turn_s)

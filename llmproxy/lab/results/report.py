@@ -59,7 +59,8 @@ NOTHING_MORE = Extra()
 def page(result: SimulationResult, title: str, own: Collection[str] = (), extra: Extra = NOTHING_MORE) -> str:
     """Returns `result` as an HTML page. Equal arguments give equal text.
 
-    `own` policies have thicker lines. Without matplotlib, a sentence replaces the plots.
+    `own` are the names of llmproxy's own policies, which have thicker lines. Without matplotlib, a sentence replaces
+    the plots.
     """
     figures = _figures(result, own, extra)
     policies, points = policies_of(result), load_points(result)

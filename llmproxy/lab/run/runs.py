@@ -33,8 +33,8 @@ class Simulation:
     trace: str  # A file or a generator, as for `trace_named`.
     fleet: SimulatedFleet
     config: Config
-    skip: int = 0  # Number of the first request.
-    requests: int | None = None  # None: all requests.
+    skip: int = 0  # Requests that are left out at the start of the trace.
+    requests: int | None = None  # Requests that are used after these; None: all.
     replicate: int = 1  # Copies of the requests that are sent at once.
     warmup: float = 0.0  # Share of the time, 0..1, whose requests are not counted.
     mix: Mix = AS_IT_IS

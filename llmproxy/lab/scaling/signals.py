@@ -16,9 +16,10 @@ from llmproxy.lab.scaling.hpa import DEFAULTS, FOLLOWING, HpaRules
 class Look:
     """The inputs of an autoscaling signal at one moment.
 
-    `waiting` counts requests in the proxies' queues. `late` is the p90 of the last minute's times to first token, each
-    divided by its objective; None without requests. `prompt_tokens` and `output_tokens` are means over the same
-    requests. `uncached_tokens` is the prefill work of requests without a first token.
+    `up` replicas serve, and the autoscaler wanted `asked` at its last reading. `need` is the result of `/scale`, None
+    with several pools. `waiting` counts requests in the proxies' queues. `late` is the p90 of the last minute's times
+    to first token, each divided by its objective; None without requests. `prompt_tokens` and `output_tokens` are means
+    over the same requests. `uncached_tokens` is the prefill work of requests without a first token.
     """
 
     now: float

@@ -27,10 +27,10 @@ class Arrival:
     tenant: str = "default"
     # None for the base model.
     adapter: str | None = None
-    # A name or an integer, as in the configuration.
+    # The name of a band or an integer, as in the configuration.
     band: str | int = "default"
     session: str | None = None
-    # The client's limit of the wait in the queue.
+    # The client's limit of the wait in the queue; None for the limit in the configuration.
     max_wait_s: float | None = None
     # The client's objectives; None for the objectives of the fleet.
     ttft_slo_s: float | None = None

@@ -5,7 +5,7 @@ log count from the last header; times of arrivals count from the first arrival o
 ignored. A request whose answer has no known length gets its model's mean length, and is marked as guessed. A request
 without a tenant has its flow as tenant.
 
-A shadow's record has `blocks` too, of as many tokens as `block_tokens` in its header says.
+The record of `llmproxy shadow` also has the `blocks` of each request. Its header has their size, `block_tokens`.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ def priority_mix(
     """Yields llm-d-benchmark's mix of bands: 20 % critical, 60 % default, 20 % sheddable, otherwise equal (Poisson).
 
     All prompts are identical, as published. The length of answers is published, and the length of prompts is not. If
-    `shared_tokens` is less than `prompt_tokens`, the rest of each prompt is its own. Raises TraceError.
+    `shared_tokens` is less than `prompt_tokens`, no prompts share the rest. Raises TraceError.
     """
     check(0, 1, critical_and_sheddable=round(critical + sheddable, 9))
     check(0, prompt_tokens, shared_tokens=shared_tokens)

@@ -25,7 +25,7 @@ class Mix:
     band: str | None = None
     # The requests of this tenant are dropped.
     without: str | None = None
-    # Whether all requests get the same band.
+    # Whether all requests get the band `default`.
     level: bool = False
 
 

@@ -28,7 +28,7 @@ class Survey:
 
 
 def survey(trace: Trace) -> Survey:
-    """Reads all of `trace`, so that errors show before a run.
+    """Returns the figures of `trace`. Reads the whole trace, so that its errors show before a run.
 
     Raises TraceError, also for a trace without requests, with more than 10,000 adapters or with more than 100 bands.
     """
