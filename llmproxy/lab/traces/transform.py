@@ -15,7 +15,7 @@ OFFSET_MAX_S = 60.0
 
 
 def scaled(trace: Trace, rate_scale: float) -> Trace:
-    """Divides all arrival times by `rate_scale`, which must be above 0. Think times stay the same. Raises TraceError."""
+    """Divides all arrival times, but no think times, by `rate_scale`. Raises TraceError unless it is above 0."""
     if not 0 < rate_scale < float("inf"):
         raise TraceError(f"rate scale is {rate_scale:g}; should be above 0")
 
