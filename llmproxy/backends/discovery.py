@@ -67,9 +67,13 @@ class FileSource:
             self._file.take()
             backends = load_backends(self._file.path)
         except ConfigError as error:
+            self.repeat()
             raise SourceFailedError("; ".join(error.problems)) from None
         self._was_read = True
         return backends
+
+    def repeat(self) -> None:
+        self._file.forget()
 
     async def close(self) -> None:
         pass
@@ -116,6 +120,9 @@ class DnsSource:
                 backends.append(self._template.model_copy(update={"url": f"{self._scheme}://{place}", "name": place}))
         self._refused.log(self._template.url, refused)
         return backends
+
+    def repeat(self) -> None:
+        """Does nothing, because every query returns all backends."""
 
     async def close(self) -> None:
         pass
@@ -234,9 +241,13 @@ class Discovery:
             try:
                 backends = await source.look()
                 if backends is not None:
+                    try:
+                        self._registry.update(name, backends)
+                    except Exception:
+                        source.repeat()
+                        raise
                     self._unanswered.discard(name)
                     self._report_expected()
-                    self._registry.update(name, backends)
                     self._on_look(name, True)
                     if wrong:
                         _log.info("discovery_recovered", source=name)

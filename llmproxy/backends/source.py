@@ -57,5 +57,8 @@ class BackendSource(Protocol):
     async def look(self) -> Sequence[BackendConfig] | None:
         """Queries the source. Returns all its backends; None if nothing has changed. Raises SourceFailedError."""
 
+    def repeat(self) -> None:
+        """Makes a later query return all backends again, because the last ones could not be used."""
+
     async def close(self) -> None:
         """Stops background work."""

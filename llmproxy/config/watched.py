@@ -35,6 +35,10 @@ class WatchedFile:
         self._taken = stamp
         return True
 
+    def forget(self) -> None:
+        """Makes the present state count as a change once more, because the file could not be used."""
+        self._taken = None
+
     def _stamp(self) -> Stamp | None:
         try:
             found = self.path.stat()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
+import trustme
 from structlog.testing import capture_logs
 
 from llmproxy.backends import discovery
@@ -356,6 +359,39 @@ async def test_a_bug_in_a_source_is_a_failure_that_changes_nothing(
     assert looks[:4] == [True, False, False, True]
     assert known(registry).keys() == {"127.0.0.8:1", "127.0.0.9:1"}
     await found.close()
+
+
+async def test_a_file_that_could_not_be_used_is_read_again_until_it_can(
+    registry: BackendRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmproxy.backends.discovery.asyncio.sleep", lambda _: real_sleep(0))
+    listed, ca = tmp_path / "backends.json", tmp_path / "ca.pem"
+    listed.write_text(json.dumps({"backends": [{"name": "a", "url": "https://127.0.0.1:1", "tls": {"ca": str(ca)}}]}))
+    expected: list[bool] = []
+    looks: list[bool] = []
+    found = Discovery(registry, expected.append, lambda _, ok: looks.append(ok), (Names([]), Names([])))
+    with capture_logs() as logs:
+        found.reconfigure(Config.model_validate({"discovery": {"file": str(listed)}}))
+        await until(lambda: len(looks) >= 3)
+        assert expected == [True]
+        trustme.CA().cert_pem.write_to_path(str(ca))
+        await until(lambda: looks[-1])
+        assert expected[-1] is False
+        assert known(registry).keys() == {"a"}
+        # Nothing can see a change of permissions in size, place and time of a file.
+        read = discovery.load_backends
+        monkeypatch.setattr("llmproxy.backends.discovery.load_backends", unreadable)
+        listed.write_text(json.dumps({"backends": [{"name": "b", "url": "http://127.0.0.1:2"}]}))
+        await until(lambda: looks[-2:] == [False, False])
+        monkeypatch.setattr("llmproxy.backends.discovery.load_backends", read)
+        await until(lambda: known(registry).keys() == {"b"})
+        await found.close()
+    events = [line["event"] for line in logs if line["event"].startswith("discovery_")]
+    assert events == ["discovery_failed", "discovery_recovered"] * 2
+
+
+def unreadable(path: Path) -> NoReturn:
+    raise ConfigError([f"{path}: cannot be read: Permission denied"])
 
 
 real_sleep = asyncio.sleep

@@ -197,6 +197,15 @@ def test_change_counts_once_and_only_when_complete(file: Path) -> None:
     assert [watched.has_changed() for _ in range(3)] == [False, True, False]
 
 
+def test_file_that_could_not_be_used_counts_again_once_complete(file: Path) -> None:
+    watched = taken(file)
+    watched.forget()
+    put(file, "b", 2)
+    assert [watched.has_changed() for _ in range(3)] == [False, True, False]
+    watched.forget()
+    assert [watched.has_changed() for _ in range(2)] == [True, False]
+
+
 def test_file_missing_for_a_moment_has_not_changed(file: Path, tmp_path: Path) -> None:
     watched = taken(file)
     file.rename(tmp_path / "aside")

@@ -21,6 +21,7 @@ from llmproxy.config import BackendConfig
 from llmproxy.config.pods_url import PODS, SERVICE, PodsUrl
 from llmproxy.lifecycle.background import supervised
 
+REPEAT_S = 1.0  # Time until backends that could not be used are returned again.
 GATHER_S = 0.05  # Changes are gathered for this time, because a rollout brings many at once.
 SLICES = "/apis/discovery.k8s.io/v1/namespaces/{}/endpointslices"
 POOLS = "/apis/inference.networking.k8s.io/v1/namespaces/{}/inferencepools"
@@ -59,6 +60,9 @@ class KubernetesSource:
                     raise SourceFailedError(one.trouble)
             if all(one.objects is not None for one in watched):
                 return self._backends()
+
+    def repeat(self) -> None:
+        asyncio.get_running_loop().call_later(REPEAT_S, self._changed.set)
 
     def _start(self) -> None:
         if self._url.kind == SERVICE:

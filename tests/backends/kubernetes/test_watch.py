@@ -398,6 +398,15 @@ async def test_another_namespace_is_part_of_the_name(server: ApiServer, follow: 
     assert server.asked[0]["path"] == "/apis/discovery.k8s.io/v1/namespaces/serving/endpointslices"
 
 
+async def test_backends_that_could_not_be_used_are_returned_again(
+    one: Follower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmproxy.backends.kubernetes.source.REPEAT_S", 0.0)
+    one.found = None
+    one.source.repeat()
+    await one.until("a")
+
+
 async def test_outside_of_a_cluster_the_server_must_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     source = KubernetesSource(BackendConfig(url="kubernetes+http://service/vllm"), KubernetesApi(None, tmp_path))
