@@ -9,16 +9,14 @@ from math import inf
 
 from llmproxy import __version__
 from llmproxy.backends.registry import BackendRegistry
-from llmproxy.config import ClusterConfig, Config
+from llmproxy.config import Config
 from llmproxy.gateway.build import Gateway
 from llmproxy.observe.exit import RequestExit
 from llmproxy.remote.cluster.cluster import Cluster
-from llmproxy.remote.cluster.election import LockStore
 from llmproxy.remote.cluster.hand_over import MemberCallbacks
-from llmproxy.remote.cluster.kubernetes_lock import KubernetesLock
 from llmproxy.remote.cluster.leasing import ClusterLeasing
+from llmproxy.remote.cluster.locks import open_lock_store
 from llmproxy.remote.cluster.network import TcpNetwork
-from llmproxy.remote.cluster.valkey_lock import ValkeyLock
 from llmproxy.remote.messages import PROTOCOL, Drained, Hello, Learned, PageRequest, PageResponse, ResponseStored
 from llmproxy.remote.server import Services
 from llmproxy.scheduling.dispatcher import Dispatcher
@@ -95,13 +93,6 @@ def build_member(
     )
     gateway.stored.catch_up = leasing.caught_up
     return cluster
-
-
-def open_lock_store(config: ClusterConfig, kubernetes_api: str | None) -> LockStore:
-    """Returns the lock `cluster.lock`. Raises ConfigError if a library is missing."""
-    if config.lock == "kubernetes":
-        return KubernetesLock(kubernetes_api, config.name)
-    return ValkeyLock(str(config.lock), config.name)
 
 
 def config_hash(config: Config) -> str:

@@ -15,10 +15,9 @@ from llmproxy.observe.metrics import ClusterState
 from llmproxy.remote import messages
 from llmproxy.remote.cluster.election import SEEK_S, Election, Leadership, LockStore
 from llmproxy.remote.cluster.hand_over import HandOver, MemberCallbacks
-from llmproxy.remote.cluster.leasing import ClusterLeasing, Dialer, LeaderConnection
+from llmproxy.remote.cluster.leasing import ClusterLeasing, Dialer, LeaderConnection, StandaloneMode
 from llmproxy.remote.cluster.network import Network
 from llmproxy.remote.cluster.sessions import IncomingConnection, MemberSessions
-from llmproxy.remote.cluster.standalone_mode import StandaloneMode
 from llmproxy.remote.link import LocalLink
 from llmproxy.remote.messages import Hello, Message, NotLeader, ToMember, Welcome
 from llmproxy.remote.server import LeaseServer, Page, Services

@@ -10,10 +10,9 @@ import structlog
 
 from llmproxy.lifecycle.background import spawned
 from llmproxy.remote import messages
-from llmproxy.remote.cluster.compatibility import FROM_MEMBER
 from llmproxy.remote.cluster.election import EPOCH_MAX
 from llmproxy.remote.cluster.hand_over import HandOver, MemberCallbacks
-from llmproxy.remote.link import Link, Sender
+from llmproxy.remote.link import FROM_MEMBER, Link, Sender
 from llmproxy.remote.messages import (
     PROTOCOL,
     FromMember,

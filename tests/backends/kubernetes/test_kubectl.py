@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from llmproxy.remote.cluster.election import Leadership
-from llmproxy.remote.cluster.kubernetes_lock import KubernetesLock
+from llmproxy.remote.cluster.locks import KubernetesLock
 from tests.backends.kubernetes.api_server import api_server, endpoint, endpoint_slice, inference_pool, pod
 
 pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")

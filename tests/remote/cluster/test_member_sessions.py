@@ -13,12 +13,20 @@ from llmproxy.core.lease_events import Progress, Returned, Started
 from llmproxy.remote import messages
 from llmproxy.remote.cluster import leasing, sessions
 from llmproxy.remote.cluster.cluster import RESUME_WAIT_S
-from llmproxy.remote.cluster.compatibility import TO_MEMBER
 from llmproxy.remote.cluster.election import SEEK_S
 from llmproxy.remote.cluster.hand_over import LEARNED_S
 from llmproxy.remote.cluster.pages import PAGE_BYTES_MAX, cluster_status
 from llmproxy.remote.cluster.sessions import CLAIMED_EPOCH_MAX, MemberSession, MemberSessions
-from llmproxy.remote.link import FRAME_BYTES_MAX, HELLO_BYTES_MAX, SILENCE_S, UNSENT_BYTES_MAX, Link, LocalLink, frame
+from llmproxy.remote.link import (
+    FRAME_BYTES_MAX,
+    HELLO_BYTES_MAX,
+    SILENCE_S,
+    TO_MEMBER,
+    UNSENT_BYTES_MAX,
+    Link,
+    LocalLink,
+    frame,
+)
 from llmproxy.remote.messages import (
     PROTOCOL,
     Hello,

@@ -29,8 +29,18 @@ from llmproxy.core.domain import (
 from llmproxy.core.lease_events import Committed, Progress, Recomputing, Returned, Started
 from llmproxy.observe.exit import RequestExit
 from llmproxy.remote import messages
-from llmproxy.remote.cluster.compatibility import FALLBACKS, FROM_MEMBER, TO_MEMBER, UNKNOWN_MAX, TolerantDecoder
-from llmproxy.remote.link import FRAME_BYTES_MAX, FRAME_MESSAGES_MAX, BrokenFrameError, Frames, frame
+from llmproxy.remote.link import (
+    FALLBACKS,
+    FRAME_BYTES_MAX,
+    FRAME_MESSAGES_MAX,
+    FROM_MEMBER,
+    TO_MEMBER,
+    UNKNOWN_MAX,
+    BrokenFrameError,
+    Frames,
+    TolerantDecoder,
+    frame,
+)
 from llmproxy.remote.messages import (
     Balances,
     Drained,

@@ -11,7 +11,7 @@ import pytest
 
 from llmproxy.config import ConfigError
 from llmproxy.remote.cluster.election import Leadership
-from llmproxy.remote.cluster.valkey_lock import ValkeyLock
+from llmproxy.remote.cluster.locks import ValkeyLock
 from llmproxy.scheduling.valkey import StoreError
 from tests.scheduling.shared.servers import Server, needs_server, serving_store
 
@@ -165,7 +165,7 @@ async def test_a_late_answer_is_not_read_as_the_answer_to_a_later_question(serve
 
 
 async def test_a_server_that_does_not_answer_is_an_error(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmproxy.remote.cluster.valkey_lock.ANSWER_S", 0.1)
+    monkeypatch.setattr("llmproxy.remote.cluster.locks.ANSWER_S", 0.1)
     impatient = ValkeyLock(server.url, "test")
     await impatient.take(wanted("a"), LONG_S)
     server.send(signal.SIGSTOP)

@@ -16,7 +16,7 @@ from llmproxy.remote import messages
 from llmproxy.remote.link import TO_WORKER, Link
 from llmproxy.remote.server import LeaseServer, Services
 from llmproxy.remote.workers.main import RemoteEstimator, RemoteExits, WorkerLeasing
-from llmproxy.remote.workers.session import WorkerSession, WorkerSinks
+from llmproxy.remote.workers.supervisor import WorkerSession, WorkerSinks
 from llmproxy.scheduling.dispatcher import Dispatcher
 from llmproxy.scheduling.lease import Lease, Leasing
 from tests.dispatching import Client, P, dispatcher, empty, named_as, turns, virtual

@@ -19,8 +19,7 @@ from llmproxy.gateway.proxying.rules import Rules
 from llmproxy.lifecycle.sockets import Sockets
 from llmproxy.observe.metrics import Metrics
 from llmproxy.remote import messages
-from llmproxy.remote.workers.session import WorkerSession
-from llmproxy.remote.workers.supervisor import WorkerSupervisor, dealt_sockets
+from llmproxy.remote.workers.supervisor import WorkerSession, WorkerSupervisor, dealt_sockets
 from llmproxy.upstream.port import Upstream
 from tests.core.make import listing
 from tests.dispatching import dispatcher, turns, virtual

@@ -1,23 +1,60 @@
-"""The lock as a Kubernetes Lease, by the rules of client-go: nothing compares the clocks of two machines.
+"""The locks of an election, in Kubernetes and in Valkey (or Redis 6 and later).
 
-An observer treats a Lease as free when it has seen no renewal for the Lease's duration on its own clock. If two members
-take the Lease at once, the API server rejects the second write, because its resourceVersion is stale.
+The lock in Kubernetes is a Lease, by the rules of client-go: nothing compares the clocks of two machines. An observer
+treats a Lease as free when it has seen no renewal for the Lease's duration on its own clock. If two members take the
+Lease at once, the API server rejects the second write, because its resourceVersion is stale.
+
+The lock in Valkey is a key that expires, taken and renewed by a script.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 from datetime import UTC, datetime
 from math import ceil
 from typing import Any
 
 from llmproxy.backends.kubernetes.api import ApiError, KubernetesApi
-from llmproxy.remote.cluster.election import EPOCH_MAX, Leadership
-from llmproxy.scheduling.valkey import StoreError
+from llmproxy.config import ClusterConfig
+from llmproxy.remote.cluster.election import EPOCH_MAX, Leadership, LockStore
+from llmproxy.scheduling.valkey import StoreError, ValkeyServer
 
 ADDRESS = "llmproxy/address"  # The annotation with the address of the holder.
 CONFLICT, MISSING, FORBIDDEN = 409, 404, 403
 TRIES = 5  # Attempts per call. Each conflict means that another member succeeded.
+ANSWER_S = 5.0  # Maximum time of an answer of Valkey.
+
+TAKE = """
+local held = redis.call('GET', KEYS[1])
+if held then
+  local now = cjson.decode(held)
+  if now.holder ~= ARGV[1] then return held end
+  if now.epoch >= tonumber(ARGV[3]) then
+    redis.call('PEXPIRE', KEYS[1], ARGV[4])
+    return held
+  end
+end
+local epoch = math.max(tonumber(redis.call('GET', KEYS[2]) or '0'), tonumber(ARGV[3])) + 1
+redis.call('SET', KEYS[2], string.format('%.0f', epoch))
+local taken = cjson.encode({holder = ARGV[1], address = ARGV[2], epoch = epoch})
+redis.call('SET', KEYS[1], taken, 'PX', ARGV[4])
+return taken
+"""
+RELEASE = """
+local held = redis.call('GET', KEYS[1])
+if held then
+  if cjson.decode(held).holder == ARGV[1] then redis.call('DEL', KEYS[1]) end
+end
+return 1
+"""
+
+
+def open_lock_store(config: ClusterConfig, kubernetes_api: str | None) -> LockStore:
+    """Returns the lock `cluster.lock`. Raises ConfigError if a library is missing."""
+    if config.lock == "kubernetes":
+        return KubernetesLock(kubernetes_api, config.name)
+    return ValkeyLock(str(config.lock), config.name)
 
 
 class KubernetesLock:
@@ -31,7 +68,7 @@ class KubernetesLock:
     async def take(self, wanted: Leadership, lock_s: float) -> Leadership:
         for _ in range(TRIES):
             lease = await self._read()
-            found = None if lease is None else _leadership(lease)
+            found = None if lease is None else _in_lease(lease)
             if lease is not None and found is not None and found.holder != wanted.holder and not self._over(lease):
                 return found
             try:
@@ -44,11 +81,11 @@ class KubernetesLock:
 
     async def holder(self) -> Leadership | None:
         lease = await self._read()
-        return None if lease is None or self._over(lease) else _leadership(lease)
+        return None if lease is None or self._over(lease) else _in_lease(lease)
 
     async def release(self, holder: str) -> None:
         lease = await self._read()
-        found = None if lease is None else _leadership(lease)
+        found = None if lease is None else _in_lease(lease)
         if lease is None or found is None or found.holder != holder:
             return
         # As client-go does: one second is the minimum of the API.
@@ -130,7 +167,7 @@ def _is_lease(found: object) -> bool:
     return isinstance(lock_s, int | float | None) and isinstance(annotations, dict | None)
 
 
-def _leadership(lease: dict[str, Any]) -> Leadership | None:
+def _in_lease(lease: dict[str, Any]) -> Leadership | None:
     spec, metadata = lease["spec"], lease["metadata"]
     if not spec.get("holderIdentity"):
         return None
@@ -145,3 +182,39 @@ def _epoch(spec: dict[str, Any]) -> int:
 
 def _time() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+class ValkeyLock:
+    """The lock `name` at `url`. Raises ConfigError; see `ValkeyServer`."""
+
+    def __init__(self, url: str, name: str) -> None:
+        self.name = name
+        self._server = ValkeyServer(url, "cluster.lock", ANSWER_S)
+        # The braces are a hash tag: both keys are in one slot of a Valkey cluster.
+        self._keys = f"llmproxy:{{{name}}}:leader", f"llmproxy:{{{name}}}:epoch"
+
+    async def take(self, wanted: Leadership, lock_s: float) -> Leadership:
+        given = wanted.holder, wanted.address, wanted.epoch, round(1000 * lock_s)
+        return _in_key(await self._server.run(TAKE, self._keys, *given))
+
+    async def holder(self) -> Leadership | None:
+        held = await self._server.run("return redis.call('GET', KEYS[1])", self._keys[:1])
+        return None if held is None else _in_key(held)
+
+    async def release(self, holder: str) -> None:
+        await self._server.run(RELEASE, self._keys[:1], holder)
+
+    async def close(self) -> None:
+        await self._server.close()
+
+
+def _in_key(held: bytes) -> Leadership:
+    """Decodes the value of the lock's key. Raises StoreError if another program wrote the value."""
+    try:
+        found = json.loads(held)
+        epoch = int(found["epoch"])
+        if not 0 <= epoch <= EPOCH_MAX:
+            raise ValueError(epoch)
+        return Leadership(str(found["holder"]), str(found["address"]), epoch)
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        raise StoreError("the key of the lock holds something else") from None
