@@ -1,7 +1,7 @@
 """Loads or unloads an adapter on all backends, and repeats the change on a backend that lost it in a restart.
 
-Each backend gets one load or unload request at a time. Its model list is read after each request, so that requests for
-the adapter work as soon as the load is reported.
+Each backend gets one load or unload request at a time. The model list of the backend is read after each request, so
+that requests for the adapter work as soon as the load is reported.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ _log = structlog.get_logger()
 class Lister(Protocol):
     """Reads the model list of one backend on demand. `Poller` implements it."""
 
-    async def list_now(self) -> None: ...
+    async def list_now(self) -> None:
+        """Reads the model list of the backend now. Raises nothing."""
 
 
 class AdapterKeeper(BackendObserver):
     """Changes the adapters of backends, and repeats the changes on restarted backends, until `close`.
 
-    `backends` and `listers` may change at any time. `on_order` gets the backend of each load or unload request, the
-    kind of change, and whether it succeeded.
+    The mappings `backends` and `listers` may change at any time. `on_order` gets the backend of each load or unload
+    request, the kind of change ("load" or "unload"), and whether it succeeded.
     """
 
     def __init__(
@@ -67,7 +68,10 @@ class AdapterKeeper(BackendObserver):
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def carry_out(self, plan: AdapterPlan) -> Report:
-        """Sends the load or unload requests of a plan to all its backends at once, also if it is cancelled."""
+        """Sends the load or unload requests of a plan to all its backends at once, and returns their replies.
+
+        If the caller is cancelled, the requests are sent all the same.
+        """
         return await asyncio.shield(self._spawn(self._carry_out(plan)))
 
     def listed(self, backend: str, listing: Listing) -> None:
@@ -78,7 +82,7 @@ class AdapterKeeper(BackendObserver):
             self._spawn(self._catch_up(backend))
 
     def reconfigure(self, backend_api_key: str | None, timeouts: TimeoutsConfig) -> None:
-        """Sets the key and the timeouts of later load and unload requests."""
+        """Sets the key and the timeouts for later load and unload requests."""
         self._backend_api_key, self._timeouts = backend_api_key, timeouts
 
     def removed(self, backend: str) -> None:
@@ -86,6 +90,7 @@ class AdapterKeeper(BackendObserver):
         self._adapters.forget(backend)
 
     async def close(self) -> None:
+        """Cancels all running changes, and waits for the end of their tasks."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -116,7 +121,10 @@ class AdapterKeeper(BackendObserver):
             return await self._order(change, backend)
 
     async def _catch_up(self, backend: str) -> None:
-        """Sends a backend its missing adapter changes. After a failure, the next model list triggers the rest."""
+        """Sends a backend the adapter changes that it lacks.
+
+        After a failed request, the next model list of the backend starts this again.
+        """
         try:
             for change in self._adapters.due(backend, _now()):
                 async with self._turns[backend]:
@@ -163,7 +171,7 @@ class AdapterKeeper(BackendObserver):
 
 
 def _message(status: int, body: bytes) -> str:
-    """Returns the message in a backend's answer. vLLM sends plain text on success and JSON on errors."""
+    """Returns the message in a backend's answer. vLLM answers with plain text on success and with JSON on errors."""
     try:
         answer = orjson.loads(body)
     except orjson.JSONDecodeError:

@@ -36,10 +36,13 @@ from llmproxy.config.pods_url import KUBERNETES
 from llmproxy.lifecycle.background import supervised
 from llmproxy.upstream.resolver import Resolver
 
-FILE_LOOK_S = 1.0
-LOOK_UP_TIMEOUT_S = 5.0
+FILE_CHECK_S = 1.0  # The seconds between two checks whether the file has changed.
+LOOK_UP_TIMEOUT_S = 5.0  # The longest DNS look-up, in seconds; a longer one counts as failed.
 EMPTY_TIMES = 4
-"""Factor on `misses_before_removal` while the answers are empty: whole services vanish from DNS by mistake."""
+"""Factor on `misses_before_removal` while the answers are empty.
+
+Whole services sometimes vanish from DNS by mistake.
+"""
 
 Address = tuple[str, int]
 LookUp = Callable[[str, int], Awaitable[list[Address]]]
@@ -49,18 +52,18 @@ _log = structlog.get_logger()
 
 
 class FileSource:
-    """A file with a list of backends."""
+    """A file with a list of backends. `query` returns None while the file is unchanged."""
 
-    interval_s = FILE_LOOK_S
+    interval_s = FILE_CHECK_S
 
     def __init__(self, file: WatchedFile) -> None:
         self._file = file
         self._was_read = False
 
-    async def look(self) -> Sequence[BackendConfig] | None:
-        return await asyncio.to_thread(self._look)
+    async def query(self) -> Sequence[BackendConfig] | None:
+        return await asyncio.to_thread(self._read)
 
-    def _look(self) -> Sequence[BackendConfig] | None:
+    def _read(self) -> Sequence[BackendConfig] | None:
         if self._was_read and not self._file.has_changed():
             return None
         try:
@@ -82,8 +85,9 @@ class FileSource:
 class DnsSource:
     """All servers behind one DNS name, each configured like `template`.
 
-    A server is named by its address and port, so that the order of DNS answers does not matter. It is removed after
-    `misses_before_removal` answers in a row without it, or after `EMPTY_TIMES` times as many empty answers.
+    A server is named by its address and port, so that the order of DNS answers does not matter. A server is removed
+    after `misses_before_removal` answers in a row without it. While the answers are empty, EMPTY_TIMES times as many
+    are needed.
     """
 
     def __init__(self, template: BackendConfig, interval_s: float, misses_before_removal: int, look_up: LookUp) -> None:
@@ -98,7 +102,7 @@ class DnsSource:
         self._misses: dict[Address, int] = {}
         self._refused = RefusedLog()
 
-    async def look(self) -> Sequence[BackendConfig]:
+    async def query(self) -> Sequence[BackendConfig]:
         try:
             async with asyncio.timeout(LOOK_UP_TIMEOUT_S):
                 found = set(await self._look_up(self._host, self._port))
@@ -129,7 +133,10 @@ class DnsSource:
 
 
 async def addresses(resolver: Resolver, host: str, port: int) -> list[Address]:
-    """Returns the addresses in the A and AAAA records of `host`."""
+    """Returns the addresses in the A and AAAA records of `host`, each with `port`; empty if the name does not exist.
+
+    Raises SourceFailedError if the look-up fails.
+    """
     try:
         found = await resolver.look_up(host)
     except socket.gaierror as error:
@@ -142,7 +149,10 @@ async def addresses(resolver: Resolver, host: str, port: int) -> list[Address]:
 
 
 async def services(name: str, _: int) -> list[Address]:
-    """Returns the servers in the SRV records of the best priority (RFC 2782). Ignores the weights."""
+    """Returns the servers in the SRV records of the best priority (RFC 2782); their weights are ignored.
+
+    Returns nothing if the name does not exist. Raises SourceFailedError if the look-up fails.
+    """
     from dns import asyncresolver, exception, resolver
 
     try:
@@ -156,7 +166,7 @@ async def services(name: str, _: int) -> list[Address]:
 
 
 def check(config: Config) -> None:
-    """Raises ConfigError for a source whose library is not installed."""
+    """Raises ConfigError if a source needs a library that is not installed."""
     if find_spec("dns") is None:
         missing = [b.url for b in config.backends if b.url.startswith(SRV)]
         if missing:
@@ -173,29 +183,33 @@ class _Running:
 class Discovery:
     """Queries each source of backends at its own interval, and updates the registry, from `reconfigure` until `close`.
 
-    `expects` gets True while any source has not answered, so that requests for unlisted models wait. `on_look` gets the
-    source of each query and whether it succeeded. `look_ups` look up addresses (A and AAAA records) and SRV records.
-    `take_entries` gets the configuration entries from InferenceObjectives and InferenceModelRewrites.
+    `expects` is called with True while any source has not answered, so that requests for unlisted models wait, and with
+    False afterwards. `on_query` gets the source of each query and whether it succeeded. `look_ups` look up addresses (A
+    and AAAA records) and SRV records. `take_entries` gets the configuration entries from InferenceObjectives and
+    InferenceModelRewrites.
     """
 
     def __init__(
         self,
         registry: BackendRegistry,
         expects: Callable[[bool], None],
-        on_look: Callable[[str, bool], None],
+        on_query: Callable[[str, bool], None],
         look_ups: tuple[LookUp, LookUp],
         take_entries: Callable[[Entries], None] = lambda _: None,
     ) -> None:
         self._registry = registry
         self._expects = expects
-        self._on_look = on_look
+        self._on_query = on_query
         self._look_ups = look_ups
         self._running: dict[str, _Running] = {}
         self._unanswered: set[str] = set()
         self.objects = ExtensionObjects(take_entries, self._report_expected)
 
     def reconfigure(self, config: Config) -> None:
-        """Applies a configuration. Removes the backends of removed sources."""
+        """Applies a configuration: starts new sources, restarts changed sources, and stops sources that are gone.
+
+        The backends of a source that is gone are removed.
+        """
         chosen = config.discovery
         wanted: dict[str, tuple[object, Callable[[], BackendSource]]] = {}
         if (file := chosen.file) is not None:
@@ -239,7 +253,7 @@ class Discovery:
         wrong, found_some = "", True
         while True:
             try:
-                backends = await source.look()
+                backends = await source.query()
                 if backends is not None:
                     try:
                         self._registry.update(name, backends)
@@ -248,7 +262,7 @@ class Discovery:
                         raise
                     self._unanswered.discard(name)
                     self._report_expected()
-                    self._on_look(name, True)
+                    self._on_query(name, True)
                     if wrong:
                         _log.info("discovery_recovered", source=name)
                     wrong = ""
@@ -257,13 +271,14 @@ class Discovery:
                     found_some = bool(backends)
             except Exception as error:  # noqa: BLE001 - no answer may end the discovery
                 why = str(error) if isinstance(error, SourceFailedError | ConfigError) else repr(error)
-                self._on_look(name, False)
+                self._on_query(name, False)
                 if why != wrong:
                     _log.warning("discovery_failed", source=name, why=why)
                 wrong = why
             await asyncio.sleep(source.interval_s)
 
     async def close(self) -> None:
+        """Stops all queries. The backends stay in the registry."""
         tasks = [running.task for running in self._running.values()]
         for task in tasks:
             task.cancel()

@@ -6,7 +6,7 @@ import msgspec
 
 SERVER_INFO_PATH = "/server_info?config_format=json"
 """vLLM has this path only in development mode (VLLM_SERVER_DEV_MODE=1). SGLang always has it and ignores the query."""
-SEQUENCES_MAX = 1 << 20
+SEQUENCES_MAX = 1 << 20  # A larger batch limit is not believed.
 
 
 class _VllmScheduler(msgspec.Struct):
@@ -46,7 +46,10 @@ class _Sglang(msgspec.Struct):
 
 
 def parse_sequences(body: bytes) -> int | None:
-    """Returns the batch limit of a server, summed over its engines; None if the answer has none."""
+    """Returns the batch limit of a server, summed over its engines.
+
+    `body` is the answer to SERVER_INFO_PATH. Returns None if it has no limit or an impossible one.
+    """
     try:
         config = msgspec.json.decode(body, type=_Vllm).vllm_config
         scheduler = config.scheduler_config

@@ -1,4 +1,4 @@
-"""Passes poll events to the dispatcher first, then to all observers."""
+"""Passes the results of polls to the dispatcher first, then to all observers."""
 
 from __future__ import annotations
 
@@ -19,30 +19,33 @@ _log = structlog.get_logger()
 class BackendObserver:
     """The base class of observers of backends. Each method does nothing by default.
 
-    The methods are quick and run on the event loop, after the dispatcher has handled the same event. The events of one
-    poll come in the order of its requests.
+    The methods must be quick: they run on the event loop, after the dispatcher has handled the same event. The events
+    of one poll come in the order of its requests.
     """
 
     def listed(self, backend: str, listing: Listing) -> None:
         """Handles a new model list of a backend."""
 
     def observe(self, backend: str, reading: Reading) -> None:
-        """Handles scraped metrics of a server that publishes vLLM metrics. Called before `answered`."""
+        """Handles the scraped metrics of a server that publishes vLLM's metrics. Called before `answered`."""
 
     def published(self, backend: str, limit: int) -> None:
-        """Handles a published batch limit: the number of sequences that the backend runs at once."""
+        """Handles the batch limit that a backend publishes: the number of sequences that it runs at once."""
 
     def unread(self, backend: str, trouble: Trouble, detail: str) -> None:
-        """Handles unreadable metrics, which do not count as a failed poll. `answered` or `troubled` follows."""
+        """Handles metrics that could not be read, which do not count as a failed poll.
+
+        `answered` or `troubled` follows. `detail` describes the request and its result for people.
+        """
 
     def answered(self, backend: str) -> None:
         """Handles the end of a poll that found the backend healthy, whether or not its metrics were readable."""
 
     def timed_out(self, backend: str) -> None:
-        """Handles a request of a poll without an answer within `poll.timeout_s`. `unread` or `troubled` follows."""
+        """Handles a request of a poll that got no answer within `poll.timeout_s`. `unread` or `troubled` follows."""
 
     def troubled(self, backend: str, trouble: Trouble, detail: str) -> None:
-        """Handles a failed poll. `detail` tells people the request and its result."""
+        """Handles a failed poll. `detail` describes the request and its result for people."""
 
     def removed(self, backend: str) -> None:
         """Forgets the state of a removed backend."""
@@ -116,7 +119,7 @@ class PollCounter(BackendObserver):
 
 
 class BackendLog(BackendObserver):
-    """Logs changes of backends, and records which of the initial backends have been polled."""
+    """Logs changes of backends, and sets `all_polled` when each backend of `expect` has been polled once."""
 
     def __init__(self, pools: Pools) -> None:
         self._pools = pools
@@ -127,7 +130,7 @@ class BackendLog(BackendObserver):
         self.all_polled = asyncio.Event()  # Set when every backend of `expect` has answered a poll or failed one.
 
     def expect(self, backends: Iterable[str]) -> None:
-        """Adds initial backends, which `all_polled` waits for."""
+        """Adds the backends of the start, for which `all_polled` waits."""
         self._unpolled.update(backends)
         if not self._unpolled:
             self.all_polled.set()
@@ -165,7 +168,7 @@ class BackendLog(BackendObserver):
         self._polled(backend)
 
     def health_changed(self, backend: str, event: EjectionEvent) -> None:
-        """Logs the start or end of an ejection, or a skipped ejection."""
+        """Logs the start or the end of an ejection, or an ejection that was skipped."""
         if isinstance(event, Ejected):
             _log.warning("backend_ejected", backend=backend, why=event.why, pause_s=event.pause_s)
         elif isinstance(event, EjectionSkipped):
@@ -184,7 +187,7 @@ class BackendLog(BackendObserver):
                 "no_backend_up",
                 backends=list(self._up)[:20],
                 held_s=min(queue.no_backend_wait_s, queue.startup_wait_s),
-                hint="backend_down names each failed poll; until a backend answers, requests wait so long and get 503",
+                hint="backend_down names each failed poll; until a backend is up, requests wait for held_s, then get 503",
             )
 
     def _log_health(self, backend: str, why: str) -> None:

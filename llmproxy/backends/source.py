@@ -54,7 +54,7 @@ class BackendSource(Protocol):
     def interval_s(self) -> float:
         """The time between two queries, in seconds."""
 
-    async def look(self) -> Sequence[BackendConfig] | None:
+    async def query(self) -> Sequence[BackendConfig] | None:
         """Queries the source. Returns all its backends; None if nothing has changed. Raises SourceFailedError."""
 
     def repeat(self) -> None:

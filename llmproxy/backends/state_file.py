@@ -27,7 +27,7 @@ AGE_MAX_S = 7 * 86_400.0
 """A backend that was not seen for this time is dropped: engines are restarted with other options."""
 ENTRIES_MAX = 4_096  # Maximum number of backends in the file; the backends that were seen last stay.
 FILE_BYTES_MAX = 4 << 20
-LOOK_S = 5.0  # How often limits are compared with the written limits.
+CHECK_S = 5.0  # How often limits are compared with the written limits.
 REFRESH_S = 3_600.0  # How often entries are written without a change, so that they do not expire.
 POOLS_MAX = 256
 POOLS_EVERY_S = 60.0
@@ -176,7 +176,7 @@ class StateFile:
         """Writes the result of `known` whenever it changes, until cancelled, and once more at the end."""
         try:
             while True:
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(CHECK_S)
                 await asyncio.to_thread(self.write, known())
         finally:
             self.write(known(), last=True)

@@ -45,7 +45,11 @@ class Gateway:
         exits: ExitSink,
         ids: str = "",
     ) -> Gateway:
-        """Build a gateway. `ids` is a prefix for request ids, different in each process."""
+        """Builds a gateway. Raises the errors of `Rules.build`.
+
+        `backends` is shared with the registry, which changes it. `ids` is a prefix of request ids that differs in each
+        process.
+        """
         rulebook = Rulebook(Rules.build(config, upstream))
         stored = StoredResponses(rulebook, backends, upstream, dispatcher)
         answers = Answers(dispatcher.cached if presets.hears_answers(config.scheduling.placement) else None)
@@ -55,12 +59,12 @@ class Gateway:
         return cls(rulebook, stored, handler, exits, dispatcher, ids, upstream)
 
     def router(self, pages: Pages, clients: ClientLimits) -> Router:
-        """Make the router for incoming requests. `pages` answers requests that are not for an engine."""
+        """Returns a router for the requests of clients. `pages` answers the requests that need no engine."""
         head_bytes_max = self.rulebook.current.config.clients.head_bytes_max
         return Router(self.rulebook, self.handler, self.stored, self.exits, pages, clients, head_bytes_max)
 
     def reconfigure(self, config: Config) -> None:
-        """Apply another configuration to new requests. If `Rules.build` raises an error, nothing changes."""
+        """Applies another configuration to new requests. If `Rules.build` raises an error, nothing changes."""
         rules = Rules.build(config, self._upstream)
         if config.log_level != self.rulebook.current.config.log_level:
             logs.configure(config.log_format, config.log_level)

@@ -18,10 +18,8 @@ from llmproxy.gateway.proxying.handler import RequestHandler
 from llmproxy.lifecycle.accepting import Acceptor
 from llmproxy.lifecycle.background import background_task
 
-CUT_AFTER_S = 0.1
-"""How long requests may still run after the drain. Not 0, because the server library takes 0 as no limit."""
-IDLE_CHECK_S = 0.05
-"""Interval of counting the open connections. The server library does not report when a connection ends."""
+CUT_AFTER_S = 0.1  # How long requests may still run after the drain. Not 0, because aiohttp takes 0 as no limit.
+IDLE_CHECK_S = 0.05  # The interval of counting the open connections. aiohttp does not report when a connection ends.
 
 
 @dataclass(slots=True)
@@ -31,20 +29,23 @@ class Listener:
     server: web.Server
     runner: web.ServerRunner
     acceptor: Acceptor
+    # The URL of the first socket, with the actual port.
     url: str
-    socket_activated: bool  # Whether the service manager keeps the sockets open too, for the next process.
+    # Whether the service manager (systemd) keeps the sockets open too, for the next process.
+    socket_activated: bool
 
     async def close(self) -> None:
-        """Accept no more connections. Open connections stay."""
+        """Accepts no more connections. Open connections stay."""
         self.acceptor.close()
 
     async def wait_closed(self) -> None:
+        """Waits until no client connection is open."""
         while self.server.connections:  # noqa: ASYNC110 - see IDLE_CHECK_S
             await asyncio.sleep(IDLE_CHECK_S)
 
 
 class Frontend(Protocol):
-    """Serves clients, in this process or in worker processes."""
+    """Serves clients, in this process or in worker processes. See `Listener` for `url` and `socket_activated`."""
 
     url: str
     socket_activated: bool
@@ -54,18 +55,18 @@ class Frontend(Protocol):
         """The number of requests that have begun and not ended."""
 
     def begin_shutdown(self, *, replaced: bool = False) -> None:
-        """Begins the shutdown of the request handler. `replaced`: whether a successor has taken over the sockets."""
+        """Called once when the shutdown begins. `replaced`: whether a successor has taken over the sockets."""
 
     async def close_sockets(self) -> None:
-        """Accept no more connections. Open connections stay."""
+        """Accepts no more connections. Open connections stay."""
 
     async def wait_idle(self) -> None:
-        """Waits until no request runs. If another process has taken over, waits until no connection is open."""
+        """Waits until no request runs. If a successor has taken over, waits until no connection is open."""
 
 
 @dataclass(slots=True)
 class LocalFrontend:
-    """The frontend of a process that serves clients itself."""
+    """The frontend of a process that serves clients itself, without worker processes."""
 
     handler: RequestHandler
     listener: Listener
@@ -98,7 +99,10 @@ async def listen(
     *,
     socket_activated: bool = False,
 ) -> Listener:
-    """Accept connections on the `opened` sockets until `stack` closes."""
+    """Starts a server that accepts connections on the `opened` sockets until `stack` closes.
+
+    With `tls`, the server also follows changes of the certificate files. `socket_activated`: see `Listener`.
+    """
     if tls is not None:
         await stack.enter_async_context(background_task(tls.watch, "follow the certificate"))
     server = ClientServer(handler, config.clients, tls.context if tls else None)

@@ -33,20 +33,21 @@ ANTHROPIC = "anthropic-version"  # The header field that every client of Anthrop
 ADDED: dict[str, tuple[str, Callable[[web.BaseRequest], web.Response]]] = {}
 """Further administrative paths: path -> method and handler. A program that embeds the proxy adds them."""
 OWN = PROBES | {ROOT, PING, MODELS, USAGE}
+"""The paths that `Pages.show` answers, in addition to the paths of single models below MODELS."""
 
 
 class Pages(Protocol):
-    """Answers requests that need no engine. Both methods raise Failure."""
+    """Answers requests that need no engine."""
 
     async def show(self, path: str, request: web.BaseRequest) -> web.Response:
-        """Answer a request for a path in `OWN` or below `MODELS`."""
+        """Returns the answer for a path in `OWN` or below `MODELS`. Raises Failure (401, 404)."""
 
     async def administer(self, path: str, request: web.BaseRequest, on_admin_port: bool) -> web.Response:
-        """Answer a request for an administrative path, if the client may use it."""
+        """Returns the answer for an administrative path. Raises Failure if the client may not use the path."""
 
 
 class OwnPages:
-    """The pages of the process that schedules."""
+    """The pages of the process that schedules. Worker processes forward such requests to this process."""
 
     def __init__(
         self,
@@ -140,9 +141,9 @@ class OwnPages:
         raise Failure(Outcome.UNKNOWN_MODEL, f"The model `{name[:200]}` does not exist.")
 
     def _models_for(self, request: web.BaseRequest) -> list[dict[str, Any]]:
-        """The models that the tenant of this request may use. Raises Failure (401).
+        """Returns the models that the tenant of this request may use. Raises Failure (401).
 
-        Clients of Anthropic's API get the fields of that API too.
+        A request with the field `anthropic-version` gets the fields of Anthropic's API too.
         """
         tenant = self._rulebook.current.keys.check(request.headers)
         entries = [entry for entry in self._pools.catalogue.models() if tenant.allows(entry["id"])]
@@ -150,7 +151,7 @@ class OwnPages:
 
 
 def _anthropic(entry: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a model in Anthropic's API."""
+    """Returns the additional fields of a model entry in Anthropic's API."""
     # The engine's `created` may have any type and value.
     fields = {"type": "model", "display_name": entry["id"]}
     created_s = entry.get("created")
@@ -168,7 +169,7 @@ def check_method(request: web.BaseRequest, *methods: str) -> None:
 
 
 def not_ready(reason: str) -> web.Response:
-    """The answer of READY while the proxy cannot serve requests."""
+    """Returns the answer (503) of READY while the proxy cannot serve requests."""
     return _json({"ready": False, "reason": reason}, status=503, headers={"Retry-After": f"{READY_RETRY_S:.0f}"})
 
 

@@ -32,9 +32,9 @@ _log = structlog.get_logger()
 
 
 class Router:
-    """Passes each request to the handler of its path: engines, stored responses or pages.
+    """Passes each request to the handler of its path: engine routes, stored responses or pages.
 
-    This router serves the port for clients; `for_admin_port` makes the router of the port for operators.
+    This router serves the port for clients. `for_admin_port` makes the router of the port for operators.
     """
 
     def __init__(
@@ -58,15 +58,15 @@ class Router:
         self._exits = exits
 
     def for_admin_port(self, clients: ClientLimits) -> Router:
-        """A router for the port for operators. Its connections only count against the limits of `clients`."""
+        """Returns a router for the port for operators, with its own limits `clients` for connections."""
         twin = copy(self)
         twin.clients, twin._on_admin_port = clients, True
         return twin
 
     async def handle(self, request: web.BaseRequest, *, checked: bool = False) -> web.StreamResponse:
-        """Answer one request. Errors have the JSON of the endpoint's dialect.
+        """Returns the answer to a request. Errors become answers in the format of the endpoint.
 
-        `checked`: a worker process has checked the request, and will finish the answer.
+        `checked`: a worker process has checked the request and adds the CORS fields to the answer.
         """
         rules = self._rulebook.current
         head = request.facts if isinstance(request, ClientRequest) else None
@@ -95,7 +95,7 @@ class Router:
         return response
 
     async def _answer(self, path: str, request: web.BaseRequest, rules: Rules, checked: bool) -> web.StreamResponse:
-        """Answer a request whose head is new. Raises Failure."""
+        """Answers a request whose connection has no kept facts about its head. Raises Failure."""
         if not checked:
             check_strictness(request, self._head_bytes_max)
         if is_administrative(path):
@@ -136,16 +136,19 @@ class Router:
         return failure.response(error_dialect(path), {"x-request-id": own_id})
 
     def refuse(self, request: web.BaseRequest, failure: Failure, path: str = "") -> web.Response:
-        """Count and log a refused request, and make its answer. `path` is "" if the request could not be parsed."""
+        """Counts and logs a refused request, and returns its answer.
+
+        `path` is "" if the request could not be parsed.
+        """
         own_id = id_for_error(request.headers)
         error = " ".join(filter(None, (failure.message, failure.detail)))
         self._record(request, path, own_id, failure.outcome, failure.status, error)
         return failure.response(error_dialect(path), {"x-request-id": own_id})
 
     def reject(self, failure: Failure) -> bytes:
-        """Count and log a connection that ends before any request, and make the bytes of its answer.
+        """Counts and logs a connection that ends before any request, and returns the bytes of its answer.
 
-        Each wrong protocol is logged once, because a client with a wrong URL retries again and again.
+        Each wrong protocol is logged only once, because a client with a wrong URL retries again and again.
         """
         ended = _exit("", "", uuid4().hex, failure.outcome, failure.status, failure.message)
         self._exits.record(ended)

@@ -1,4 +1,4 @@
-"""The HTTP/1.1 client of the upstream port, with a pool of idle connections to the backends."""
+"""The HTTP/1.1 client that implements the upstream port, with a pool of idle connections to the backends."""
 
 from __future__ import annotations
 
@@ -23,25 +23,30 @@ from llmproxy.upstream.endpoints import Endpoints
 from llmproxy.upstream.port import Body, ConnectFailed, Headers, LocalFailure
 from llmproxy.upstream.tls import PeerTls
 
-IDLE_MAX_S = 4.0  # Idle connections are dropped after this time; vLLM closes them after exactly 5 s.
+IDLE_MAX_S = 4.0
+"""How long a connection may be idle before it is dropped. vLLM closes idle connections after exactly 5 s."""
 
 IDLE_DROP_S = 0.1
-"""If an idle connection breaks within this time (about a round trip) after a request was sent, the backend had closed
-the connection before."""
+"""About a round trip, in seconds.
 
-OTHER_ADDRESS_AFTER_S = 0.25  # Head start of the first address of a name over the next one (RFC 8305, section 5).
+If a reused connection breaks within this time after a request was sent, the backend had closed the connection before
+the request came.
+"""
+
+OTHER_ADDRESS_AFTER_S = 0.25
+"""How long one address of a name is tried before the next address is tried too (RFC 8305, section 5)."""
 
 
-_url = lru_cache(maxsize=1024)(URL)  # The parsed base URLs of the last backends.
+_url = lru_cache(maxsize=1024)(URL)  # Parses the base URL of a backend. The last 1,024 results are cached.
 
 _Destination = tuple[str, PeerTls | None]  # The key of a connection: its base URL and its TLS settings.
 
 
 class HttpUpstream:
-    """Implements `Upstream` over HTTP/1.1. Close it by `close`, or use it as an async context manager.
+    """Implements `Upstream` over HTTP/1.1. Call `close` at the end, or use it as an async context manager.
 
-    `endpoints` has the addresses and TLS settings of the backends. At `connections_max` connections, a new connection
-    closes the longest idle one. If none is idle, there may be more.
+    `endpoints` has the addresses and TLS settings of the backends. If there are `connections_max` connections already,
+    a new connection closes the connection that has been idle for longest. If none is idle, the number may be exceeded.
     """
 
     def __init__(self, endpoints: Endpoints | None = None, connections_max: int = sys.maxsize) -> None:
@@ -62,6 +67,7 @@ class HttpUpstream:
         await self.close()
 
     async def close(self) -> None:
+        """Cuts all connections, and waits until they have ended. Open exchanges raise UpstreamBroken."""
         if self._sweep is not None:
             self._sweep.cancel()
         for connection in list(self._connections):
@@ -169,14 +175,17 @@ class HttpUpstream:
 
 
 def _in_words(error: OSError) -> str:
-    """Returns the text of an error without its number."""
+    """Returns the text of an error without its error number."""
     if error.errno is None or isinstance(error, ssl.SSLError | socket.gaierror):
         return str(error)
     return os.strerror(error.errno)
 
 
 def _head(url: URL, method: str, path_qs: str, headers: Headers, size_bytes: int) -> bytes:
-    """Returns the head of a request. Raises ValueError for text that a server would parse as more than one field."""
+    """Returns the head of a request.
+
+    Raises ValueError for a space in the path and for a line break, which a server would parse as the end of a field.
+    """
     fields, named_host = list[tuple[str, str]](), False
     if not isinstance(headers, list):
         headers = list(headers.items() if isinstance(headers, Mapping) else headers)

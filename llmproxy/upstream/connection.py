@@ -17,16 +17,19 @@ import httptools
 from llmproxy.lifecycle.paced import PacedCalls
 from llmproxy.upstream.port import Body, InvalidResponse, UpstreamBroken
 
-READ_BUFFER_BYTES = 128 << 10  # Reading from the backend pauses at this many unread bytes of a body.
-HEAD_BYTES_MAX = 256 << 10  # The longest head of a response, including interim responses (1xx).
-WHOLE_BODY_BYTES_MAX = 1 << 20  # Larger request bodies are written in slices as the transport drains.
+READ_BUFFER_BYTES = 128 << 10  # If more bytes of a response body are unread, reading from the backend pauses.
+HEAD_BYTES_MAX = 256 << 10  # The maximum length of a response head, together with interim responses (1xx).
+WHOLE_BODY_BYTES_MAX = 1 << 20  # A larger request body is written in slices, each when the transport has room.
 SLICE_BYTES = 256 << 10
 
 _SWITCHING_PROTOCOLS = 101
 
 
 class ConnectionDropped(UpstreamBroken):
-    """A reused connection broke before any byte of the response. The backend may be healthy."""
+    """A reused connection broke before any byte of the response. The backend may be healthy.
+
+    `at_s` is the time of the event loop at which it broke.
+    """
 
     def __init__(self, why: str, at_s: float) -> None:
         super().__init__(why)
@@ -34,7 +37,7 @@ class ConnectionDropped(UpstreamBroken):
 
 
 class BackendConnection(asyncio.Protocol):
-    """A connection to a backend."""
+    """An open connection to a backend. Sends one request at a time and parses the response."""
 
     __slots__ = (
         "_complete", "_drained", "_exchange", "_failures", "_head_bytes", "_heard", "_on_free", "_on_lost", "_parser",
@@ -64,18 +67,23 @@ class BackendConnection(asyncio.Protocol):
         self._sent = self._heard = self._complete = self._surplus = self._persistent = False
         self._head_bytes = 0
         self._unread = poll()  # Polls the socket for bytes that the loop has not read yet.
-        self.used = False  # The connection has carried an exchange.
-        self.free_since_s = 0.0
+        self.used = False  # Whether the connection has carried an exchange.
+        self.free_since_s = 0.0  # When the last exchange ended, on the event loop's clock.
 
     @property
     def usable(self) -> bool:
+        """Whether the connection is idle, open, and has no unread bytes, so that it can carry another request."""
         if self._exchange is not None or self._transport is None or self._transport.is_closing():
             return False
         # Unread bytes, or an unread end of the connection, precede the next request and are no response to it.
         return not self._unread.poll(0)
 
     async def send(self, head: bytes, body: Body, size_bytes: int) -> HttpExchange:
-        """Sends a request. Returns the exchange when the head of the response arrives. Raises UpstreamBroken."""
+        """Sends a request, and returns the exchange when the head of the response has arrived.
+
+        `size_bytes` is the length of `body`. Raises ConnectionDropped if a reused connection breaks before any byte of
+        the response, and UpstreamBroken after any other failure. A cancellation cuts the connection.
+        """
         exchange = self._exchange = HttpExchange(self, self.used)
         self.used = True
         self._sent = self._heard = self._complete = self._surplus = self._persistent = False
@@ -94,7 +102,7 @@ class BackendConnection(asyncio.Protocol):
         return exchange
 
     async def _write_slices(self, head: bytes, body: Body) -> None:
-        """Writes a large body, but no further once the backend has answered. Raises UpstreamBroken."""
+        """Writes a large body in slices. Stops when the backend has answered. Raises UpstreamBroken."""
         self._write(head)
         for piece in body:
             for start in range(0, len(piece), SLICE_BYTES):
@@ -125,7 +133,7 @@ class BackendConnection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def abort(self) -> None:
-        """Cuts the connection at once. `close` of a transport would wait for ever for a hanging peer."""
+        """Cuts the connection at once. The `close` of a transport would wait for a peer that hangs, without limit."""
         self._exchange = None
         if self._transport is not None:
             self._transport.abort()
@@ -262,7 +270,7 @@ class BackendConnection(asyncio.Protocol):
 
 
 class HttpExchange:
-    """A response in progress: its head, its body, and its end."""
+    """One request on a connection and its response: its head, its body and its end. Implements `Exchange`."""
 
     __slots__ = (
         "_broken", "_buffered_bytes", "_connection", "_woken", "buffered", "ended", "headers", "reason", "reused",
@@ -323,7 +331,10 @@ class HttpExchange:
             self.failed(UpstreamBroken, "the proxy closed the connection")
 
     def event(self) -> asyncio.Future[None]:
-        """Returns a future of the next event. Raises the failure of the exchange or of the sink."""
+        """Returns a future that ends at the next event: bytes of the response, its end, or a failure.
+
+        Raises the failure of the exchange, or the exception of the sink, if there is one already.
+        """
         # An exception refers to frames that refer to this exchange, so it is not stored here, to avoid a cycle.
         if self.sink_error is not None:
             error, self.sink_error = self.sink_error, None
@@ -339,7 +350,7 @@ class HttpExchange:
         return self._woken
 
     def wake(self) -> None:
-        """Wakes the reader that waits for an event."""
+        """Ends the future of `event`, so that the waiting reader looks again."""
         if self._woken is not None and not self._woken.done():
             self._woken.set_result(None)
 
@@ -354,19 +365,23 @@ class HttpExchange:
         return "content-length" not in fields and "chunked" not in fields.get("transfer-encoding", "")
 
     def hold(self, data: bytes) -> None:
-        """Keeps a piece of the body until somebody reads it."""
+        """Buffers a piece of the body until `chunk` returns it. Pauses reading above READ_BUFFER_BYTES."""
         self.buffered.append(data)
         self._buffered_bytes += len(data)
         if self._buffered_bytes > READ_BUFFER_BYTES:
             self.pause()
 
     def end(self) -> None:
+        """Marks the body as complete. The connection then belongs to the pool again."""
         self.ended = True
         self._connection = None
         self.wake()
 
     def failed(self, kind: Callable[[str], UpstreamBroken], why: str) -> None:
-        """Ends a response that was cut short. Readers get an exception of this kind."""
+        """Ends a response that was cut short.
+
+        Its reader gets an exception that `kind` makes from a message with `why`.
+        """
         if self._broken is not None:
             return
         name = self._connection.name if self._connection is not None else ""

@@ -1,4 +1,4 @@
-"""The addresses and TLS settings of the backends."""
+"""The IP addresses and TLS settings of the backends."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from llmproxy.config import BackendConfig
 from llmproxy.upstream.resolver import Resolver
 from llmproxy.upstream.tls import PeerTls, ca_error, peers_tls
 
-LOOK_S = 2.0  # Interval of checking CA files. A change is applied when the second check in a row finds it.
+CHECK_S = 2.0  # The seconds between two checks of the CA files. A change takes effect at the second check that sees it.
 
 _log = structlog.get_logger()
 
 
 class Endpoints:
-    """The endpoints of all backends. Call `close` at the end."""
+    """The IP addresses and TLS settings of all backends. Call `close` at the end."""
 
     def __init__(self, resolver: Resolver | None = None) -> None:
         self.resolver = resolver or Resolver()
-        # Base URL of an https backend -> TLS settings. The machine's CAs are trusted for all other URLs.
+        # Base URL of an https backend -> TLS settings. For any other https URL, the machine's CAs are trusted.
         self.tls: dict[str, PeerTls] = {}
         self._backends: Collection[BackendConfig] = ()
 
     def replace(self, backends: Collection[BackendConfig]) -> None:
-        """Replaces the set of backends. If two backends have the same URL, the last one's TLS settings count.
+        """Replaces the set of backends.
 
-        Raises ConfigError, without any change, for an unreadable CA file.
+        If two backends have the same URL, the TLS settings of the last one count. Raises ConfigError, and changes
+        nothing, for an unreadable CA file.
         """
         wanted = {backend.url: backend for backend in backends if backend.by_https}
         made = peers_tls(
@@ -41,13 +42,13 @@ class Endpoints:
         self.resolver.follow(backend.url for backend in backends)
 
     async def follow_authorities(self, *, quiet: bool = False) -> None:
-        """Applies changes of the backends' CA files, until cancelled.
+        """Checks the backends' CA files every CHECK_S and uses changed files, until the task is cancelled.
 
-        An unusable file is logged once, unless `quiet`, and changes nothing. After a change, open connections finish
-        their request and are not reused.
+        A file that cannot be used is logged once, unless `quiet`, and changes nothing. After a change, open connections
+        finish their request and are not reused.
         """
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_S)
             for backend in self._backends:
                 self._renew(backend, quiet)
 

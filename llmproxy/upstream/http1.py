@@ -6,7 +6,10 @@ from collections.abc import Iterable
 
 
 def head(first_line: str, fields: Iterable[tuple[str, str]]) -> bytes:
-    """Returns a first line and fields as bytes. Raises ValueError for a line break, which would add a field."""
+    """Returns the first line and the fields of a message as bytes, with the blank line at the end.
+
+    Raises ValueError for a line break in a field, which would add another field.
+    """
     lines = [first_line]
     for name, value in fields:
         lines.append(f"{name}: {value}")

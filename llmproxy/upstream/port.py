@@ -1,8 +1,8 @@
 """The upstream port: the interface to send a request to a backend and read the response as it arrives.
 
-The relay uses `Upstream` and `Exchange`; `client` implements them. The port enforces the connect timeout, and callers
-enforce all others: they cancel, or call `Exchange.close`. Both cut the connection at once, because nothing else stops
-an engine from generating.
+The relay uses `Upstream` and `Exchange`; the module `client` implements them. The port enforces only the connect
+timeout. Callers enforce all other time limits: they cancel, or call `Exchange.close`. Both cut the connection at once,
+because nothing else stops an engine from generating.
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ Body = Sequence[bytes | memoryview]  # In pieces, so that a change in a body of 
 
 
 class ConnectFailed(Exception):  # noqa: N818 - a fact about one attempt, not an error of this code
-    """There was no connection, so no byte was sent. The request can safely be retried on another backend."""
+    """No connection could be opened, so no byte was sent. The request can safely be retried on another backend."""
 
 
 class LocalFailure(ConnectFailed):
-    """The backend is not the cause: no descriptor or local port is free, or its name does not resolve."""
+    """The proxy could not open a connection, and the backend is not the cause.
+
+    No file descriptor or local port is free, or the backend's name does not resolve. `lack` is the cause as a phrase
+    for clients, `detail` a text for the log.
+    """
 
     def __init__(self, lack: str, detail: str) -> None:
         super().__init__(detail)
@@ -27,7 +31,7 @@ class LocalFailure(ConnectFailed):
 
 
 class UpstreamBroken(Exception):  # noqa: N818 - a fact about one attempt, not an error of this code
-    """The connection failed after the request was sent, or may have been."""
+    """The connection failed after the request was sent at least partly. The backend may have worked on the request."""
 
 
 class InvalidResponse(UpstreamBroken):
@@ -35,51 +39,63 @@ class InvalidResponse(UpstreamBroken):
 
 
 class Exchange(Protocol):
-    """A response whose head has arrived. Read its body by `chunk` or `flow`."""
+    """A response whose head has arrived. The body is read by `chunk` or by `flow`."""
 
     @property
     def status(self) -> int:
-        """The status code, never 1xx except 101."""
+        """The HTTP status code, never 1xx except 101."""
 
     @property
     def reason(self) -> str:
-        """The reason phrase, possibly empty."""
+        """The reason phrase; "" if the backend sent none."""
 
     @property
     def headers(self) -> list[tuple[str, str]]:
-        """Names and values in their original order and case, with repetitions. Decoded as surrogate-escaped UTF-8."""
+        """The names and values of the fields in their original order and case, with repetitions.
+
+        Bytes that are not UTF-8 are surrogate escapes.
+        """
 
     async def chunk(self) -> bytes:
         """Waits for at least one byte of the body, and returns the bytes that have arrived; b"" after the end.
 
-        Must not be called by two tasks at once. Safe to cancel. Raises UpstreamBroken if the body is cut short.
+        Must not be called by two tasks at once. A cancellation loses no bytes. Raises UpstreamBroken if the body is cut
+        short.
         """
 
     async def flow(self, sink: Callable[[bytes], None]) -> None:
         """Passes each further piece of the body to `sink`, in the callback in which it arrives, until the end.
 
-        Raises UpstreamBroken if the body is cut short. An exception of `sink` cuts the connection and is raised here.
+        Returns at the end of the body, or after `halt`. Raises UpstreamBroken if the body is cut short. An exception of
+        `sink` cuts the connection and is raised here.
         """
 
     def halt(self) -> None:
-        """Ends `flow` from within its sink. The rest of the body is read by `chunk`."""
+        """Ends `flow`; called by its sink. The rest of the body is then read by `chunk`."""
 
     @property
     def ended(self) -> bool:
-        """Whether all of the body has arrived."""
+        """Whether the whole body has arrived."""
 
     def pause(self) -> None:
         """Stops reading from the backend, which then has to wait (backpressure)."""
 
     def resume(self) -> None:
-        """Reads from the backend again."""
+        """Reads from the backend again after `pause`."""
 
     def close(self) -> None:
-        """Cuts the connection, unless the whole body has arrived and the connection is free again. Idempotent."""
+        """Cuts the connection.
+
+        Does nothing if the whole body has arrived, because the connection is then free for other requests.
+        """
 
 
 async def read_response_body(exchange: Exchange, bytes_max: int) -> bytes:
-    """Returns the body, cut with its connection somewhere after `bytes_max` bytes. Raises UpstreamBroken."""
+    """Returns the body of a response.
+
+    A longer body than `bytes_max` is cut somewhere after this number of bytes, and its connection is closed. Raises
+    UpstreamBroken.
+    """
     body = bytearray()
     try:
         while len(body) <= bytes_max and (piece := await exchange.chunk()):
@@ -90,13 +106,16 @@ async def read_response_body(exchange: Exchange, bytes_max: int) -> bytes:
 
 
 class Upstream(Protocol):
+    """Sends requests to backends. `client.HttpUpstream` implements it."""
+
     async def open(
         self, base_url: str, method: str, path_qs: str, headers: Headers, body: Body, connect_timeout_s: float
     ) -> Exchange:
-        """Sends a request and waits for the head of the response. Redirects are not followed.
+        """Sends a request, and returns when the head of the response has arrived. Redirects are not followed.
 
-        If the backend closes an idle connection just then, the request is sent again on a new connection. A GET is sent
-        again whenever a reused connection breaks before a byte of the response. Cancellation cuts the connection.
+        If the backend has closed an idle connection just before, the request is sent again on a new connection. A GET
+        is sent again whenever a reused connection breaks before a byte of the response. Cancellation cuts the
+        connection.
 
         `path_qs` and `headers` are sent as given. `host` is added if absent, and `content-length` is set from `body`.
         The headers must not contain hop-by-hop headers or `expect`. Raises ConnectFailed (LocalFailure if the backend

@@ -1,7 +1,8 @@
 """Resolves the host names of backends in the background, so that no request waits for a name server.
 
 Look-ups use the system's resolver (`/etc/hosts`, `resolv.conf`). If a name server does not answer, a look-up may take
-half a minute, and cannot be cancelled. Each look-up has a thread, and each name at most one look-up at a time.
+half a minute, and cannot be cancelled. Each look-up has its own thread, and each name has at most one look-up at a
+time.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ from yarl import URL
 
 from llmproxy.lifecycle.background import supervised
 
-REFRESH_S = 10.0  # Interval of look-ups of a resolved name. Envoy looks every 5 s, gRPC at most every 30 s.
-RETRY_S = 1.0  # Interval of look-ups of a name without a known address.
-ANSWER_MAX_S = 5.0  # A name counts as unresolved after this time without an answer. The look-up goes on.
+REFRESH_S = 10.0
+"""The seconds between look-ups of a resolved name. Envoy looks a name up every 5 s, gRPC at most every 30 s."""
+RETRY_S = 1.0  # The seconds between look-ups of a name without a known address.
+ANSWER_MAX_S = 5.0  # After this time without an answer, a name counts as unresolved. Its look-up continues.
 LOOK_UPS_MAX = 64
-"""Maximum number of concurrent look-ups of names whose last look-up failed, and the same for all other names. So
-failing names never delay the others. A look-up longer than `ANSWER_MAX_S` no longer counts."""
+"""The maximum number of concurrent look-ups of names whose last look-up failed, and also of all other names.
+
+So failing names never delay the others. A look-up that takes longer than ANSWER_MAX_S no longer counts.
+"""
 
 Address = tuple[socket.AddressFamily, tuple[Any, ...]]  # A family and a socket address, whose port is ignored.
 LookUp = Callable[[str], Awaitable[Sequence[Address]]]  # Returns all addresses of a name. Raises OSError.
@@ -36,7 +40,7 @@ _log = structlog.get_logger()
 
 
 class NameFailed(OSError):  # noqa: N818 - a fact about a name, not an error of this code
-    """A name has no known address. The backend may still be healthy."""
+    """A host name has no known address. The backend may still be healthy."""
 
 
 @dataclass(slots=True)
@@ -51,8 +55,8 @@ class _Name:
 class Resolver:
     """Resolves host names. Call `close` at the end.
 
-    Names passed to `follow` are looked up every `REFRESH_S`, and keep their last addresses while look-ups fail. Other
-    names are looked up on demand.
+    Names passed to `follow` are looked up every REFRESH_S, and keep their last addresses while look-ups fail. Other
+    names are looked up at each `connectable`.
     """
 
     def __init__(self, look_up: LookUp | None = None) -> None:
@@ -62,7 +66,7 @@ class Resolver:
         self._turns = {failed: asyncio.Semaphore(LOOK_UPS_MAX) for failed in (False, True)}
 
     def follow(self, urls: Iterable[str]) -> None:
-        """Sets the base URLs whose hosts are looked up in the background."""
+        """Sets the base URLs whose host names are looked up in the background. Other names are no longer followed."""
         hosts = {
             host
             for url in urls
@@ -77,18 +81,23 @@ class Resolver:
             name.following = supervised(partial(self._follow, name), f"follow {host}")
 
     async def connectable(self, host: str, port: int) -> list[AddrInfoType]:
-        """Returns the addresses to connect to. Waits only for the first answer if the name is followed."""
+        """Returns the addresses for a connection to a host. Raises NameFailed.
+
+        A followed name waits only for its first answer, any other name for a look-up. An IP address and localhost need
+        no look-up.
+        """
         return [
             (family, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (place[0], port, *place[2:]))
             for family, place in await self._addresses(host)
         ]
 
     async def look_up(self, host: str) -> Sequence[Address]:
-        """Looks a name up now. Concurrent callers share a look-up. Raises OSError."""
+        """Looks a name up now. Concurrent callers share one look-up. Raises OSError."""
         # The look-up goes on for the other callers when one is cancelled.
         return await asyncio.shield(self._ask(host))
 
     async def close(self) -> None:
+        """Cancels all look-ups in the background and waits for the end of their tasks."""
         tasks = [*self._looking.values(), *(name.following for name in self._names.values() if name.following)]
         self.follow(())
         for task in tasks:
@@ -176,7 +185,7 @@ class Resolver:
 
 
 async def ask_system(host: str) -> Sequence[Address]:
-    """Looks a name up with the system's resolver. Raises OSError."""
+    """Looks a name up with the system's resolver, in a thread of its own. Raises OSError."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[Sequence[Address]] = loop.create_future()
 

@@ -1,4 +1,4 @@
-"""TLS to backends: trusted CAs and expected server names."""
+"""TLS with backends: trusted CAs and expected server names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llmproxy.config import BackendConfig, BackendTlsConfig, ConfigError, Watche
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PeerTls:
-    """The TLS settings of a backend. Never equal to others, so connections with older settings are not reused."""
+    """The TLS settings of a backend. Two objects are never equal, so a connection with older settings is not reused."""
 
     context: ssl.SSLContext
     settings: BackendTlsConfig
@@ -24,7 +24,7 @@ class PeerTls:
 
     @classmethod
     def from_config(cls, backend: BackendConfig) -> PeerTls:
-        """Reads the configuration and the CA file. Raises OSError if the file cannot be used."""
+        """Reads the CA file of a backend. Raises OSError if the file cannot be used."""
         authorities = None
         if backend.tls.ca is not None:
             authorities = WatchedFile(backend.tls.ca)
@@ -33,7 +33,7 @@ class PeerTls:
 
 
 def peers_tls(backends: Iterable[BackendConfig]) -> dict[str, PeerTls]:
-    """Maps base URLs of https backends to TLS settings. Raises ConfigError for an unreadable CA file."""
+    """Maps the base URL of each https backend to its TLS settings. Raises ConfigError for an unreadable CA file."""
     peers = {}
     for i, backend in enumerate(backends):
         if backend.by_https:
@@ -45,7 +45,7 @@ def peers_tls(backends: Iterable[BackendConfig]) -> dict[str, PeerTls]:
 
 
 def ca_error(tls: BackendTlsConfig, error: OSError) -> str:
-    """Returns a message for people about an unusable CA file."""
+    """Returns a message for people about a CA file that cannot be used."""
     return f"{tls.ca} holds no certificate: {error.strerror or error}"
 
 

@@ -52,7 +52,7 @@ def source(
 
 
 async def names_of(one: DnsSource) -> list[str]:
-    return [backend.name for backend in await one.look()]
+    return [backend.name for backend in await one.query()]
 
 
 A, B = ("127.0.0.8", 1), ("127.0.0.9", 1)
@@ -60,7 +60,7 @@ A, B = ("127.0.0.8", 1), ("127.0.0.9", 1)
 
 async def test_every_address_is_a_backend_of_its_own_configured_alike() -> None:
     names = Names([B, A, A, ("fd00::1", 8000)])
-    found = await source(names, max_in_flight=4, api_key="k", role="decode").look()
+    found = await source(names, max_in_flight=4, api_key="k", role="decode").query()
     assert names.asked == [("vllm.svc", 8000)]
     assert [(one.name, one.url) for one in found] == [
         ("127.0.0.8:1", "http://127.0.0.8:1"),
@@ -72,7 +72,7 @@ async def test_every_address_is_a_backend_of_its_own_configured_alike() -> None:
 
 async def test_services_bring_their_own_ports_and_keep_https() -> None:
     names = Names([("a.svc", 8443), ("b.svc", 9443)])
-    found = await source(names, "srv+https://_vllm._tcp.svc").look()
+    found = await source(names, "srv+https://_vllm._tcp.svc").query()
     assert names.asked[0][0] == "_vllm._tcp.svc"
     assert [one.url for one in found] == ["https://a.svc:8443", "https://b.svc:9443"]
 
@@ -107,14 +107,14 @@ async def test_a_failure_counts_as_no_answer() -> None:
     assert len(await names_of(one)) == 2
     for _ in range(2):
         with pytest.raises(SourceFailedError):
-            await one.look()
+            await one.query()
     assert [len(await names_of(one)) for _ in range(3)] == [2, 2, 1]
 
 
 async def test_more_addresses_than_anybody_has_are_refused() -> None:
     many = [(f"10.1.{i // 250}.{i % 250}", 80) for i in range(BACKENDS_MAX + 1)]
     with pytest.raises(SourceFailedError, match="1024 are the most"):
-        await source(Names(many)).look()
+        await source(Names(many)).query()
 
 
 async def test_a_resolver_that_hangs_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ async def test_a_resolver_that_hangs_is_a_failure(monkeypatch: pytest.MonkeyPatc
         return []
 
     with pytest.raises(SourceFailedError, match="no answer about vllm"):
-        await DnsSource(BackendConfig(url="dns+http://vllm.svc:8000"), 1.0, 2, never).look()
+        await DnsSource(BackendConfig(url="dns+http://vllm.svc:8000"), 1.0, 2, never).query()
 
 
 async def test_the_systems_resolver_knows_this_machine() -> None:

@@ -211,12 +211,12 @@ def test_nothing_is_written_while_nothing_is_new(path: Path) -> None:
 async def test_file_follows_the_learned_limits_and_is_written_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_file, "LOOK_S", 0.0)
+    monkeypatch.setattr(state_file, "CHECK_S", 0.0)
     path, known = tmp_path / "state.json", {"http://a": ONE}
     following = asyncio.create_task(at(path).file.follow(lambda: State(known)))
     while not path.exists():  # noqa: ASYNC110 - the file has no event of its own
         await asyncio.sleep(0)
-    monkeypatch.setattr(state_file, "LOOK_S", 3_600.0)
+    monkeypatch.setattr(state_file, "CHECK_S", 3_600.0)
     known["http://a"] = OTHER
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)

@@ -29,7 +29,7 @@ PODS_PATH = "/api/v1/namespaces/{}/pods"
 
 
 class KubernetesSource:
-    """Watches the pods of a Kubernetes URL until `close`. `look` waits for the next change."""
+    """Watches the pods of a Kubernetes URL until `close`. `query` waits for the next change."""
 
     interval_s = GATHER_S
 
@@ -47,7 +47,7 @@ class KubernetesSource:
         self._selector = ""
         self._refused = RefusedLog()
 
-    async def look(self) -> Sequence[BackendConfig]:
+    async def query(self) -> Sequence[BackendConfig]:
         if not self._tasks:
             self._start()
         while True:

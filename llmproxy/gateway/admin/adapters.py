@@ -27,11 +27,11 @@ class AdapterPlanRunner(Protocol):
     """Loads and unloads adapters on backends."""
 
     async def carry_out(self, plan: AdapterPlan) -> Report:
-        """Sends the requests of a plan to its backends, and reports the reply of each."""
+        """Sends the requests of a plan to its backends, and returns the reply of each backend."""
 
 
 class AdapterRoutes:
-    """Serves the adapter routes. Its caller authenticates the client."""
+    """Serves the adapter routes. The caller must check first that the client may use them."""
 
     def __init__(
         self, adapters: Adapters, runner: AdapterPlanRunner, dispatcher: Dispatcher, rulebook: Rulebook
@@ -42,7 +42,11 @@ class AdapterRoutes:
         self._rulebook = rulebook
 
     async def serve(self, path: str, request: web.BaseRequest) -> web.Response:
-        """Carries out one change and reports on it. Raises Failure if the change was sent to no backend."""
+        """Loads or unloads one adapter, and returns the reply of each backend as JSON.
+
+        Raises Failure if the request is wrong, another change of this adapter is under way, or the proxy drains. Then
+        no backend gets a request.
+        """
         if self._dispatcher.draining:
             raise Failure(Outcome.DRAINING, "The proxy is shutting down. Try again.", retry_after_s=DRAIN_RETRY_S)
         fields = await _fields(request, self._rulebook.current.config.clients)
@@ -67,7 +71,11 @@ class AdapterRoutes:
 
 
 def _answer(report: Report) -> web.Response:
-    """Returns the report as JSON: status 200 if all accepted, their common 4xx if all refused alike, otherwise 502."""
+    """Returns the report as JSON.
+
+    The status is 200 if all replicas accepted. It is their common 4xx if all refused with the same status and the proxy
+    does not ask them again. Otherwise it is 502.
+    """
     failed = [reply for reply in report.replies if not reply.taken]
     shown: dict[str, Any] = {
         "adapter": report.change.name,
@@ -110,7 +118,7 @@ def _text(fields: dict[str, Any], key: str, chars_max: int) -> str:
 
 
 def _replicas(value: object) -> int | None:
-    """The number of replicas, None for all. Raises Failure."""
+    """Returns the number of replicas; None for "all". Raises Failure (400)."""
     if value == "all":
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:

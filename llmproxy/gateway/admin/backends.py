@@ -23,7 +23,7 @@ DRAINING = re.compile(rf"{BACKENDS}/(.{{1,300}})/(drain|undrain)", re.DOTALL)
 
 
 class DrainableBackends(Protocol):
-    """The backends and their administrative states. Methods with a `name` raise KeyError for an unknown backend."""
+    """The backends and their administrative states. A method with a `name` raises KeyError for an unknown backend."""
 
     def statuses(self) -> Sequence[BackendStatus]:
         """The status of every backend."""
@@ -32,14 +32,20 @@ class DrainableBackends(Protocol):
         """The status of one backend."""
 
     def drain(self, name: str, deadline_s: float | None) -> None:
-        """Send no new requests to a backend. After `deadline_s`, move its streams."""
+        """Sends no new requests to a backend.
+
+        After `deadline_s`, running streams move to other backends (None: never).
+        """
 
     def undrain(self, name: str) -> None:
-        """Send new requests to a backend again."""
+        """Sends new requests to a drained backend again."""
 
 
 class BackendRoutes:
-    """Serves the routes of this module. Its caller authenticates the client."""
+    """Serves the routes of this module. The caller must check first that the client may use them.
+
+    `reloader` is None if the proxy was started without a configuration file.
+    """
 
     def __init__(self, backends: DrainableBackends, reloader: Reloader | None, clock: Callable[[], float]) -> None:
         self._backends = backends
@@ -48,13 +54,17 @@ class BackendRoutes:
 
     @staticmethod
     def methods(path: str) -> tuple[str, ...]:
-        """The methods that a path allows; empty if the path does not exist."""
+        """Returns the HTTP methods of a path; empty if this class does not serve the path."""
         if path == BACKENDS:
             return ("GET", "HEAD")
         return ("POST",) if path == RELOAD or DRAINING.fullmatch(path) else ()
 
     async def serve(self, path: str, request: web.BaseRequest) -> web.Response:
-        """Serve a path for which `methods` is not empty. Raises Failure."""
+        """Answers a path for which `methods` is not empty.
+
+        Raises Failure: 404 for an unknown backend, 409 for a reload without a file, 400 for a bad deadline. A
+        configuration that is refused gets 400 with its problems.
+        """
         if path == BACKENDS:
             return page_response({"backends": [self._shown(status) for status in self._backends.statuses()]})
         if path == RELOAD:
@@ -94,7 +104,10 @@ class BackendRoutes:
 
 
 def _deadline_s(request: web.BaseRequest) -> int | None:
-    """The seconds until the streams of a drained backend move, None without a deadline. Raises Failure (400)."""
+    """Returns the seconds until the streams of a drained backend move; None without a deadline.
+
+    Raises Failure (400).
+    """
     deadline_s = query_number(request, "deadline_s", 0, DEADLINE_MAX_S)
     if deadline_s is None and "deadline_s" in request.query:
         raise Failure(

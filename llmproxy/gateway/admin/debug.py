@@ -36,9 +36,9 @@ EXPLAIN = "/debug/explain"
 CHOICES = 10  # The number of choices shown for each pool by default.
 CHOICES_MAX = 100
 PAGES_PER_S = 5.0
-BURST = 10.0  # The number of pages that may be requested at once after a pause: building a page blocks the event loop.
+BURST = 10.0  # The number of pages that may be requested at once after a pause. Building a page blocks the event loop.
 
-LOOPBACK = InNetworks(TRUST_WORDS["loopback"])
+LOOPBACK = InNetworks(TRUST_WORDS["loopback"])  # Maps an address to whether it is a loopback address.
 UNSTORED = {"Cache-Control": "no-store"}
 
 WRONG_ADMIN_KEY = "This needs the admin key of the proxy (admin_key), as `Authorization: Bearer KEY`."
@@ -62,7 +62,10 @@ class AdminPages:
         self._bucket = TokenBucket(BURST, PAGES_PER_S)
 
     def reconfigure(self, config: Config) -> None:
-        """Apply the admin key, the band names and the tenants of another configuration."""
+        """Applies the parts of a reloaded configuration that may change while the proxy runs:
+
+        keys, band names, trusted proxies and the rule for `/metrics`.
+        """
         self._digest = None if config.admin_key is None else key_digest(config.admin_key)
         self._names = config.band_names()
         self._clients = Clients(config.clients.trusted_proxies)
@@ -77,8 +80,9 @@ class AdminPages:
         """Returns whether the client seems to be on this machine.
 
         A reverse proxy on this machine that adds no fields hides clients of other machines. A web page of another
-        server is no local client, even in a browser on this machine. Its `Origin` shows that, or its `Host` if the name
-        of the page resolves to this machine (DNS rebinding).
+        server is no local client, even in a browser on this machine. The `Origin` of such a page differs from the
+        `Host`. If the name of the page resolves to this machine (DNS rebinding), the `Host` is not a name of this
+        machine.
         """
         client = self._clients.identify(request)
         return client.certain and LOOPBACK[client.address] and self._names_us(request.headers.get("host", "").lower())
@@ -96,9 +100,11 @@ class AdminPages:
     def check(self, path: str, request: web.BaseRequest, on_admin_port: bool) -> None:
         """Raises Failure if the client may not send this request to an administrative path.
 
-        A client on this machine without the admin key gets 401. Any other client, and any client on the wrong port,
-        gets 404, as if the path did not exist. A change always needs the key, because a web page in a local browser can
-        send a POST.
+        Without the right, a client on this machine gets 401, and so does any client of `/metrics`. Every other client,
+        and every client on the wrong port, gets 404, as if the path did not exist. `/metrics` is open on the port for
+        operators, with `admin.public_metrics`, and if there are neither tenants nor an admin key. `/ui` is open if
+        there is an admin key, because the page shows no data without the key. A change outside `/debug` always needs
+        the key, because a web page in a local browser can send a POST.
         """
         if self._has_port is not on_admin_port:
             raise nothing_at(path)
@@ -120,16 +126,17 @@ class AdminPages:
         return self._digest is not None and compare_digest(presented_digest(request.headers), self._digest)
 
     def adapters(self) -> web.Response:
-        """The adapters loaded through the proxy, and their state on each backend; 429 if requested too often."""
+        """Returns the adapters loaded through the proxy and their state on each backend; 429 if requested too often."""
         if not self._bucket.try_take(1.0, self._clock()):
             return too_many_requests()
         states, more = self._adapters.states()
         return page_response({"adapters": [_adapter(state) for state in states], "more": more})
 
     def queue(self, request: web.BaseRequest) -> web.Response:
-        """Returns the whole queue, or with `?request=` the position of a waiting request (404 if it does not wait).
+        """Returns the whole queue. With `?request=`, returns the position of that request (404 if it does not wait).
 
-        Returns 429 if pages are requested too often. These requests appear neither in metrics nor in the log.
+        Returns 429 if pages are requested too often. Requests for this page appear neither in the metrics nor in the
+        log.
         """
         now, wanted = self._clock(), request.query.get("request")
         if not self._bucket.try_take(1.0, now):
@@ -208,7 +215,7 @@ class AdminPages:
         }
 
     def position(self, position: Position) -> dict[str, Any]:
-        """The position of a request in the queue, as fields of a page."""
+        """Returns the position of a request in the queue, as fields of a page."""
         renamed = {"label": "request", "ahead_in_bands": "ahead_in_higher_bands"}
         fields = page_fields(position, 4, **renamed) | {"band": self._name(position.band)}
         return {name: value for name, value in fields.items() if name != "waited"} | self.waited(position.waited)
@@ -231,7 +238,7 @@ def _adapter(state: AdapterState) -> dict[str, Any]:
 
 
 def page_response(page: dict[str, Any], *, status: int = 200) -> web.Response:
-    """A page as indented JSON, which no cache may store."""
+    """Returns a page as indented JSON that no cache may store."""
     return web.Response(status=status, body=_dumped(page), content_type="application/json", headers=UNSTORED)
 
 
@@ -244,18 +251,22 @@ def _dumped(page: dict[str, Any]) -> bytes:
 
 
 def query_number(request: web.BaseRequest, name: str, default: int, most: int) -> int | None:
-    """The value of a query parameter; None if it is not an integer from 1 to `most`."""
+    """Returns an integer query parameter.
+
+    Returns `default` if the parameter is absent. Returns None if the value is no integer from 1 to `most`, also for
+    such a `default`.
+    """
     asked = request.query.get(name, str(default))
     # Python refuses to read thousands of digits.
     return int(asked) if re.fullmatch(r"[0-9]{1,9}", asked) and 1 <= int(asked) <= most else None
 
 
 def too_many_requests() -> web.Response:
-    """The 429 for a page that is requested too often."""
+    """Returns the 429 for a page that is requested too often."""
     return refusal(429, "This page is requested too often. Try again.", {"Retry-After": "1"})
 
 
 def refusal(status: int, message: str, headers: Mapping[str, str] = MappingProxyType({})) -> web.Response:
-    """An error of a page, in the JSON format of OpenAI."""
+    """Returns an error of a page, in the JSON format of OpenAI."""
     body = error_body(Dialect.OPENAI, status, message)
     return web.Response(status=status, body=body, content_type="application/json", headers={**UNSTORED, **headers})

@@ -12,13 +12,17 @@ from llmproxy.core.domain import BackendPace, Explained, Learned, Price
 from llmproxy.core.snapshot import PoolChoices
 
 PRICES_MAX = 500
-"""The maximum number of prices on a page. A choice has a price for each candidate. Writing a price takes 15 µs."""
+"""The maximum number of prices on a page. A decision has a price for each candidate. Writing a price takes 15 µs."""
 UNPRICED = "This placement has no prices; the terms of its choices are in the log."
-ALIKE = 0.05  # A pace that differs from the pool's by less than this share is shown as equal.
+ALIKE = 0.05  # A speed that differs from the pool's by less than this share is shown as equal.
 
 
 def choice_pages(pools: Iterable[PoolChoices], now: float, limit: int, wanted: str | None) -> list[dict[str, Any]]:
-    """Returns the last `limit` placement decisions of each pool, newest first. `wanted`: only for this id or label."""
+    """Returns the last `limit` placement decisions of each pool, newest first, at most PRICES_MAX prices in all.
+
+    `wanted` selects the decisions about the request with this id or label; None selects all. `now` is the clock of the
+    decisions, for their ages.
+    """
     pages, left = [], PRICES_MAX
     for pool in pools:
         found = [choice for choice in pool.choices if wanted is None or wanted in (choice.id, choice.label)]
@@ -112,7 +116,10 @@ def _learned(learned: Learned | None) -> dict[str, Any] | None:
 
 
 def page_fields(record: object, digits: int, **renamed: str) -> dict[str, Any]:
-    """Returns the fields of a struct or dataclass with rounded floats. `renamed`: field name -> name on the page."""
+    """Returns the fields of a struct or dataclass, with floats rounded to `digits` decimal places.
+
+    `renamed` maps a field name to its name on the page.
+    """
     fields: dict[str, Any] = msgspec.to_builtins(record)
     return {
         renamed.get(name, name): round(value, digits) if isinstance(value, float) else value

@@ -71,7 +71,10 @@ FILTERS: dict[str, Callable[[RequestExit], Iterable[str | None]]] = {
 
 
 class LivePages:
-    """Serves the pages. Its caller checks that the client may see them."""
+    """Serves the pages of this module. The caller must check first that the client may see them.
+
+    `config` returns the configuration in force.
+    """
 
     def __init__(
         self,
@@ -99,7 +102,7 @@ class LivePages:
         }
 
     def page(self, path: str) -> Callable[[web.BaseRequest], web.Response] | None:
-        """The handler of a path; None if this class does not serve the path."""
+        """Returns the handler of a path; None if this class does not serve the path."""
         return self._static.serve if path == UI or path.startswith(f"{UI}/") else self.pages.get(path)
 
     def _live(self, request: web.BaseRequest) -> web.Response:
@@ -205,7 +208,7 @@ class LivePages:
         return fields
 
     def _waited(self, ended: RequestExit) -> dict[str, Any] | None:
-        """Returns the reason and the start of the wait of a request that got no backend; None for others."""
+        """Returns since when and why a request waited that ended without a backend; None for other requests."""
         since_s, arrived_s = ended.queued_s, ended.arrived_s
         if since_s is None or arrived_s is None:
             return None
@@ -213,7 +216,7 @@ class LivePages:
         return {"queued_s": round(since_s - arrived_s, 4)} | self._admin.waited(waited)
 
     def _attempt(self, attempt: Attempt, ended: RequestExit) -> dict[str, Any]:
-        """An attempt as fields of a page. Times are seconds since the arrival of the request."""
+        """Returns an attempt as fields of a page. Times are seconds since the arrival of the request."""
         fields: dict[str, Any] = to_builtins(asdict(attempt)) | {"error": attempt.error}
         arrived_s = ended.arrived_s or 0.0
         for name in ("queued_s", "granted_s", "first_byte_s", "ended_s"):

@@ -20,12 +20,12 @@ from llmproxy.core.snapshot import EXTERNAL, BackendStatus
 from llmproxy.gateway.admin.debug import page_response, refusal
 
 SCALE = "/scale"
-CACHE_S = 1.0  # The numbers are computed at most once in this time, however many clients ask.
+CACHE_S = 1.0  # How long computed numbers are reused, however many clients ask.
 STATES = ("up", "starting", "ejected", "down", "drained", "leaving")
 
 
 class ScalePages:
-    """Serves the pages. Its caller checks that the client may see them."""
+    """Serves the pages of this module. The caller must check first that the client may see them."""
 
     def __init__(
         self, pools: Pools, statuses: Callable[[], Sequence[BackendStatus]], clock: Callable[[], float]
@@ -52,7 +52,10 @@ class ScalePages:
         return self._needs
 
     def _groups(self, needs: Mapping[str, Need]) -> dict[str, list[Group]]:
-        """Maps pools whose backends have groups to the groups. A pool in `scaling.pools` has all configured groups."""
+        """Returns the groups of each pool whose backends have groups.
+
+        Every pool in `scaling.pools` has all configured groups, also without backends.
+        """
         settings = self._pools.settings.scaling
         configured = {one.name: one for one in settings.groups}
         speeds: dict[str, dict[str, list[float]]] = {}
@@ -82,7 +85,7 @@ class ScalePages:
         }
 
     def page(self, path: str) -> Callable[[web.BaseRequest], web.Response] | None:
-        """The handler of a path; None if this class does not serve the path."""
+        """Returns the handler of a path; None if this class does not serve the path."""
         return self._serve if path == SCALE or path.startswith(f"{SCALE}/") else None
 
     def _serve(self, request: web.BaseRequest) -> web.Response:
@@ -126,7 +129,10 @@ class ScalePages:
 
 
 def shown(pool: str, need: Need, states: Mapping[str, int], *, named: bool) -> dict[str, Any]:
-    """Returns the answer for one pool. `states`: state -> number of backends. `named`: `scaling.pools` has the pool."""
+    """Returns the JSON fields of the answer for one pool.
+
+    `states` maps a state to the number of backends in it. `named`: whether `scaling.pools` has the pool.
+    """
     capacity = need.capacity
     return {
         "pool": pool,

@@ -1,4 +1,4 @@
-"""The static files of the page, read from the package once, with a compressed copy in memory."""
+"""The static files of the page `/ui`. They are read from the package once and kept with a compressed copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`GET /v1/usage`: a tenant sees with its own key how much it used today and this month, and its limits."""
+"""`GET /v1/usage`: shows a client the use of its tenant today and this month, and the tenant's limits."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from llmproxy.gateway.admin.debug import page_response
 from llmproxy.gateway.request.auth import Tenant
 from llmproxy.observe.usage import Line, Usage, Used, total
 
-PARTS_MAX = 1_000  # The most models of an answer; further ones are counted in the sums only.
+PARTS_MAX = 1_000  # The maximum number of models in an answer. Further models count in the sums only.
 
 
 class UsagePage:
-    """Serves the page. `tenants` returns the configured tenants by name."""
+    """Serves `/v1/usage`. `tenants` returns the configured tenants by name."""
 
     def __init__(
         self, usage: Usage, pools: Pools, tenants: Callable[[], Mapping[str, TenantConfig]], clock: Callable[[], float]
@@ -48,7 +48,10 @@ class UsagePage:
         )
 
     def _limits(self, tenant: str) -> dict[str, Any]:
-        """Returns the configured limits of a tenant, and the rest of its rates and budgets."""
+        """Returns the configured limits of a tenant, and how much is left of its rates and budgets.
+
+        Returns nothing for a name that is not configured.
+        """
         entry = self._tenants().get(tenant)
         if entry is None:
             return {}

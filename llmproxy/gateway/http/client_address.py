@@ -24,7 +24,10 @@ FORWARDING = re.compile(
 )
 """Finds the name of a field that proxies add to forwarded requests, in a text with one field name per line."""
 NAMES_CHARS_MAX = 2048
-"""The results for lists of field names up to this length are cached. Most clients always send the same names."""
+"""The search for FORWARDING is cached for requests whose field names have at most this many characters in all.
+
+Most clients send the same names in every request.
+"""
 HOPS_MAX = 32  # Entries of `X-Forwarded-For` that are read.
 ADDRESSES_MAX = 10_000  # The number of addresses whose trust is cached.
 
@@ -57,11 +60,13 @@ class InNetworks(dict[str, bool]):
 
 
 class Clients:
+    """Finds the client of each request. `trusted_proxies` are the networks whose X-Forwarded-For fields count."""
+
     def __init__(self, trusted_proxies: Sequence[Network]) -> None:
         self._proxied = InNetworks(trusted_proxies)
 
     def identify(self, http: web.BaseRequest) -> Client:
-        """The client of a request. A peer that has disconnected has the address ""."""
+        """Returns the client of a request. A peer that has already disconnected has the address ""."""
         peer, fields = http.remote or "", http.headers
         if not self._proxied[peer]:
             names = "\n".join(fields)
@@ -88,7 +93,10 @@ _known_client = lru_cache(maxsize=1024)(_direct_client)
 
 
 def _from_foreign_page(fields: Mapping[str, str]) -> bool:
-    """Returns whether a browser at the client's address sent the request for a web page of another server."""
+    """Returns whether a browser sent the request for a page of another server.
+
+    Then the request has an Origin that differs from its Host.
+    """
     origin = fields.get("origin")
     return origin is not None and origin.lower().partition("://")[2] != fields.get("host", "").lower()
 

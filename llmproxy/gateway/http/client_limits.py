@@ -18,7 +18,7 @@ from llmproxy.gateway.http.errors import Failure
 
 ADDRESSES_MAX = 10_000
 """The number of addresses whose rate is remembered. The least recently seen address is forgotten first."""
-RETRY_S = 1.0
+RETRY_S = 1.0  # The Retry-After of a refused connection.
 
 
 class ClientLimits:
@@ -46,6 +46,7 @@ class ClientLimits:
         return None
 
     def closed(self, address: str) -> None:
+        """Ends the count of a connection for which `opened` returned None."""
         key = limit_key(address)
         self._open -= 1
         self._open_by[key] -= 1
@@ -53,9 +54,9 @@ class ClientLimits:
             del self._open_by[key]
 
     def count_request(self, address: str, now: float) -> None:
-        """Counts a request. Raises Failure (429) if the address exceeds its rate.
+        """Counts a request against `clients.address_requests_per_s`. Raises Failure (429) if the rate is exceeded.
 
-        An address may send its requests of one second at once, and at least one request.
+        An address may send the requests of one second at once, and always at least one.
         """
         rate = self._limits.address_requests_per_s
         if rate is None:
@@ -73,11 +74,12 @@ class ClientLimits:
 
     @property
     def open(self) -> int:
+        """The number of connections that are open now, of all addresses."""
         return self._open
 
 
 def limit_key(address: str) -> str:
-    """The key under which an address is counted: the IPv4 address, or the IPv6 network of 64 bits."""
+    """Returns the key under which an address is counted: the IPv4 address, or the first 64 bits of the IPv6 address."""
     if ":" not in address:
         return address
     parsed = ip_address(address.partition("%")[0])

@@ -1,4 +1,4 @@
-"""The requests and answers of the server library, with fewer calls for the usual ones."""
+"""Subclasses of aiohttp's requests and answers that need fewer Python calls in the usual cases."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ from aiohttp.streams import EMPTY_PAYLOAD
 
 
 class Connection(Protocol):
-    """The connection of a request."""
+    """The methods of `ClientConnection` that a request uses."""
 
     def keep_head(self, message: RawRequestMessage, facts: object) -> bool:
-        """Keeps facts about a head for later requests with the same head. Returns whether they are kept."""
+        """Keeps `facts` about the head `message` for later requests with an equal head.
+
+        Returns whether they are kept.
+        """
 
     def ended_without_trailer(self, body: StreamReader) -> bool:
-        """Whether a chunked body has ended without a trailer, and nothing was read after it."""
+        """Returns whether a chunked body has ended without a trailer and nothing was read after the body."""
 
 
 class ClientRequest(web.BaseRequest):
-    """A request with the facts that were kept about its head."""
+    """A request of aiohttp. `facts` is the object that `keep_facts` kept for an equal head; None if there is none."""
 
     facts: object = None
 
     def keep_facts(self, facts: object) -> bool:
-        """Keeps facts about the head for later requests of the same connection. Returns whether they are kept."""
+        """Keeps `facts` for later requests with an equal head on the same connection. Returns whether they are kept."""
         return cast(Connection, self._protocol).keep_head(self._message, facts)
 
 
@@ -42,9 +45,10 @@ class ChunkedRequest(ClientRequest):
 
 
 def arrived_body(request: web.BaseRequest) -> bytes | None:
-    """Takes the body of a request if all of it has arrived. Returns None otherwise, or if the body is broken.
+    """Takes the body of a request out of aiohttp's buffer, if the whole body has arrived.
 
-    Most bodies arrive with their head, and the reader of the server library would take ten calls for them.
+    Returns None if it has not, or if the body is broken. Most bodies arrive with their head, and aiohttp's reader would
+    take ten calls for them.
     """
     content = request._payload
     if content is EMPTY_PAYLOAD:
@@ -58,7 +62,7 @@ def arrived_body(request: web.BaseRequest) -> bytes | None:
 
 
 class SentResponse(web.StreamResponse):
-    """An answer that was sent without the server library. The library gets this object and has nothing left to send."""
+    """Given to aiohttp in place of an answer that the proxy has already written to the transport itself."""
 
     prepared = True
     keep_alive: bool | None = True  # Whether the connection may serve another request.

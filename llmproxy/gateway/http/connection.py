@@ -48,20 +48,20 @@ class ConnectionHandler(Protocol):
 
     @property
     def clients(self) -> ClientLimits:
-        """The limits for client addresses."""
+        """The connection and request limits of each client address."""
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one request."""
+        """Returns the answer to a request. An error becomes an answer too; only a cancellation is raised."""
 
     def refuse(self, request: web.BaseRequest, failure: Failure) -> web.Response:
-        """Counts and logs a request that could not be parsed, and makes its answer."""
+        """Counts and logs a request that the parser refused, and returns the answer for `failure`."""
 
     def reject(self, failure: Failure) -> bytes:
-        """Counts and logs a connection that ends before any request, and makes the bytes of its answer."""
+        """Counts and logs a connection that ends before any request, and returns the bytes of its answer."""
 
 
 class PausableWriter(Protocol):
-    """Writes answers to the transport without the server library."""
+    """Writes an answer to the transport without aiohttp's writer. `ClientConnection` calls both methods."""
 
     def pause_writing(self) -> None:
         """Called when the client reads more slowly than the proxy writes."""
@@ -101,10 +101,11 @@ class ClientConnection(web.RequestHandler):
         self._latest = b""
         self._unread_timer: asyncio.TimerHandle | None = None
         self._wire: asyncio.Transport | None = None
-        # The head of the last request, with facts about it.
+        # The last head that `keep_head` kept, with the facts about it; None if it kept none.
         self.kept_head: KeptHead | None = None
-        # The connection has ended. Its handler is cancelled soon.
+        # Whether the client has closed the connection. The task of the handler is cancelled soon after.
         self.left = False
+        # The writer of the current answer; None between answers and while aiohttp writes the answer.
         self.writer: PausableWriter | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -125,7 +126,11 @@ class ClientConnection(web.RequestHandler):
         self._wire.close()
 
     def eof_received(self) -> bool | None:  # type: ignore[override] # as asyncio's protocols do
-        """Closes the connection in turn with others that end now. Returns True to keep it open until then."""
+        """Schedules the close of this connection; see `ClientServer.lose_soon`.
+
+        Returns True, so that asyncio keeps the connection open until then. Returns None, so that asyncio closes the
+        connection at once, if the connection is refused or already lost.
+        """
         server = cast("ClientServer | None", self._manager)
         if server is None or self._wire is None or self._address is None:
             return None
@@ -167,7 +172,10 @@ class ClientConnection(web.RequestHandler):
             self.writer.resume_writing()
 
     async def start(self) -> None:
-        """Serves requests. Then limits how long the client may take to read the rest of the last answer."""
+        """Serves the requests of the connection until it ends.
+
+        After the last request, limits how long the client may take to read the rest of the answer.
+        """
         try:
             if not self._messages:
                 await self._first_message()
@@ -188,7 +196,10 @@ class ClientConnection(web.RequestHandler):
             self._waiter = None
 
     def _start_unread_timer(self) -> None:
-        """Limits how long the client may take to read the written bytes. Used while no `writer` limits it."""
+        """Aborts the connection if the client does not read the written bytes within `idle_timeout_s`.
+
+        Does nothing while a timer runs. While there is a `writer`, the writer has its own limits.
+        """
         if self._wire is not None and self._unread_timer is None:
             self._unread_timer = self._loop.call_later(self._limits.idle_timeout_s, self._wire.abort)
 
@@ -198,13 +209,18 @@ class ClientConnection(web.RequestHandler):
             self._unread_timer = None
 
     def resume_reading(self, resume_parser: bool = True) -> None:
-        """Reads again, if reading was paused. The server library calls this for every body."""
+        """Resumes reading from the socket if reading was paused.
+
+        aiohttp calls this method for every body, also if nothing was paused.
+        """
         if self._reading_paused:
             super().resume_reading(resume_parser)
 
     def keep_head(self, message: RawRequestMessage, facts: object) -> bool:
-        """Keeps facts about a head, from the second request on: many clients send only one. Returns whether they are
-        kept.
+        """Keeps `facts` about the head `message` for later requests with an equal head.
+
+        Keeps nothing at the first request of a connection, because many clients send only one request, and nothing for
+        a head that `KeptHead.of` refuses. Returns whether the facts are kept.
         """
         if self._request_count > 1:
             self.kept_head = KeptHead.of(message, self._limits.head_bytes_max, facts)
@@ -330,11 +346,19 @@ class ClientServer(web.Server):
         self._begins, self._losses = PacedCalls(), PacedCalls()
 
     def lose_soon(self, lose: Callable[[], object]) -> None:
-        """Calls `lose` soon. Of many clients that leave at once, a few are lost in each iteration of the event loop."""
+        """Calls `lose` in a later iteration of the event loop.
+
+        If many clients leave at once, each iteration ends only a few of their connections, so that running streams
+        continue.
+        """
         self._losses.add(lose)
 
     async def turn(self) -> None:
-        """Waits for the turn of a new connection, so that a burst of new clients does not delay others."""
+        """Waits until a new connection may begin its first request.
+
+        Only a few connections begin in each iteration of the event loop, so that a burst of new clients does not delay
+        running streams.
+        """
         if not self._begins.take():
             begins = asyncio.Event()
             self._begins.add(begins.set)

@@ -1,8 +1,8 @@
 """Allows web pages of other origins to read answers (the CORS protocol of the Fetch standard).
 
 A browser sends the origin of a page. Before a request that no HTML form could send, the browser asks for permission
-(the preflight). It shows an answer to the page only if the answer allows it. This protects people who use browsers, not
-servers: any other client can read everything.
+(the preflight). The browser shows an answer to the page only if the answer allows it. CORS protects people who use
+browsers. It does not protect servers, because any other client can read everything.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Cors:
 
     @classmethod
     def from_config(cls, config: Config) -> Cors | None:
-        """Build from the configuration. None if no origin is allowed: answers then have no CORS fields."""
+        """Returns None if `clients.allowed_origins` is empty. Answers then have no CORS fields."""
         return cls(config.clients.allowed_origins) if config.clients.allowed_origins else None
 
     def preflight(self, request: web.BaseRequest) -> web.Response | None:
@@ -59,7 +59,11 @@ class Cors:
         return web.Response(status=204, headers=fields)
 
     def answered(self, origin: str | None, varies: str = "") -> Headers:
-        """Returns the fields by which a page of `origin` may read an answer. `varies`: the answer's own Vary field."""
+        """Returns the CORS fields to add to the answer for a page of `origin`.
+
+        `origin` is the request's Origin field; None if it is absent. For an origin that is not allowed, the result
+        contains at most `Vary`. `varies` is the value of the Vary field that the answer already has.
+        """
         fields: Headers = []
         if not self._any and not {"origin", "*"} & {name.strip() for name in varies.lower().split(",")}:
             fields.append(("Vary", "Origin"))
@@ -69,7 +73,10 @@ class Cors:
         return fields
 
     def passed_on(self, origin: str | None, fields: Headers) -> Headers:
-        """Replaces the CORS fields of a backend's answer by the proxy's. Browsers accept only one set."""
+        """Returns the `fields` of a backend's answer with the proxy's CORS fields in place of the backend's.
+
+        Browsers accept only one set of CORS fields. `origin` is the request's Origin field; None if it is absent.
+        """
         others = [field for field in fields if not field[0].lower().startswith("access-control-")]
         varies = ",".join(value for name, value in others if name.lower() == "vary")
         return others + self.answered(origin, varies)

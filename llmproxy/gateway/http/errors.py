@@ -76,7 +76,8 @@ _ANTHROPIC_TYPES = {
 class Failure(Exception):  # noqa: N818 - an answer to a client, which need not be an error of this code
     """Ends a request with an answer of the proxy, before any byte of a backend's answer.
 
-    `message` is for the client. `detail` is for the log only, because it may contain addresses of backends.
+    `message` is for the client. `detail` is for the log only, because it may contain addresses of backends. `param`
+    names the wrong field of the request. `status` is by default the status of the outcome in STATUS.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class Failure(Exception):  # noqa: N818 - an answer to a client, which need not 
         return response
 
     def raw(self) -> bytes:
-        """The answer as bytes, for a connection that is closed after it."""
+        """Returns the whole HTTP answer as bytes, in OpenAI's format, for a connection that is closed after it."""
         body = error_body(Dialect.OPENAI, self.status, self.message, self.param)
         fields = {**self.headers, "Connection": "close", "Content-Length": len(body)}
         lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())

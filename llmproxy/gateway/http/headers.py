@@ -63,9 +63,10 @@ def to_backend(
 ) -> Headers:
     """Returns the header fields of a request to a backend: the client's end-to-end fields, and the proxy's request id.
 
-    Asks for no compression, because compressing a stream delays its tokens. Drops the fields in `withheld` (lower
-    case), and CREDENTIALS unless `keep_credentials`. An `authorization` always replaces the client's key. `forwarded`
-    caches the client's fields for requests with an equal head: whether there is an `authorization` -> fields.
+    Asks the backend not to compress, because compressing a stream delays its tokens. Drops the fields in `withheld`
+    (lower case), and CREDENTIALS unless `keep_credentials`. An `authorization` always replaces the client's key; None
+    sends no key of the proxy. `forwarded` is a cache for requests with an equal head, which this function fills:
+    whether there is an `authorization` -> the client's end-to-end fields.
     """
     own_key = authorization is not None
     end_to_end = None if forwarded is None else forwarded.get(own_key)
@@ -110,16 +111,20 @@ def to_client(fields: Iterable[tuple[str, str]]) -> Headers:
 
 
 def reason_to_client(reason: str) -> str:
-    """A backend's reason phrase; control characters become spaces (RFC 9112, section 4)."""
+    """Returns a backend's reason phrase with control characters replaced by spaces (RFC 9112, section 4)."""
     return reason if reason.isascii() and reason.isprintable() else _clean(reason)
 
 
 def _clean(value: str) -> str:
+    """Returns `value` with control characters replaced by spaces."""
     return _CONTROL.sub(" ", as_text(value))
 
 
 def as_text(value: str) -> str:
-    """Decodes a value with surrogate escapes (bytes that were not UTF-8) as Latin-1, as engines do."""
+    """Returns a header value with its bytes read as Latin-1 if they are not UTF-8, as engines do.
+
+    aiohttp represents such bytes as surrogate escapes.
+    """
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -128,7 +133,7 @@ def as_text(value: str) -> str:
 
 
 def named_in_connection(fields: Iterable[tuple[str, str]]) -> frozenset[str]:
-    """The names that `Connection` fields declare as hop-by-hop."""
+    """Returns the field names, in lower case, that the `Connection` fields declare as hop-by-hop."""
     named = _NOTHING
     for name, value in fields:
         if name.lower() == "connection":

@@ -1,17 +1,17 @@
-"""Recognises a request head that repeats the one before it on the same connection, as most do."""
+"""Recognises a request head that is equal to an earlier head of the same connection. Most heads are."""
 
 from __future__ import annotations
 
 from aiohttp.http import RawRequestMessage
 
 KEPT_BYTES_MAX = 4096
-"""The longest head that a connection keeps. A usual head takes 3 KB of memory, a hundred short fields take 35 KB."""
+"""The maximum size of a kept head. A usual head takes 3 KB of memory, a hundred short fields take 35 KB."""
 LENGTH_DIGITS_MAX = 20  # The longest value of Content-Length, which may differ between equal heads.
 LENGTH = b"content-length"
 
 
 class KeptHead:
-    """A head without the value of its Content-Length, and `facts` about it that need not be found again."""
+    """The bytes of a head except the value of its Content-Length, and `facts` that hold for every equal head."""
 
     __slots__ = ("_after", "_at", "_before", "_line", "facts")
 
@@ -24,7 +24,11 @@ class KeptHead:
 
     @classmethod
     def of(cls, message: RawRequestMessage, bytes_max: int, facts: object) -> KeptHead | None:
-        """Returns None for a head longer than `bytes_max` or KEPT_BYTES_MAX, or without exactly one Content-Length."""
+        """Returns the kept form of the head `message`.
+
+        Returns None for a head longer than `bytes_max` or KEPT_BYTES_MAX, and for a head without exactly one
+        Content-Length.
+        """
         fields = message.raw_headers
         lengths = [at for at, (name, _) in enumerate(fields) if name.lower() == LENGTH]
         size_bytes = len(message.path) + sum([len(name) + len(value) for name, value in fields]) + LENGTH_DIGITS_MAX

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class BodyKind(StrEnum):
-    """How the body of a route is read.
+    """The format of a route's request body, which determines how the proxy reads it.
 
     The proxy can ask `CHAT` and `COMPLETION` streams for usage. `OTHER` is a JSON body of an endpoint whose engine does
     not check `stream`. `FORM` is multipart/form-data.
@@ -98,7 +98,7 @@ SCHEDULED: dict[str, Route] = {
 }
 
 EXTERNAL = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings"})
-"""The routes whose requests an external backend may serve."""
+"""The routes whose requests may go to an external backend (a paid API, for overflow)."""
 STORED_RESPONSES = "/v1/responses/"
 """`GET {id}` and `POST {id}/cancel` below this path go to the backend that made the response."""
 
@@ -113,14 +113,14 @@ PING = "/ping"
 
 
 def is_administrative(path: str) -> bool:
-    """Whether a path is for operators and not for clients."""
+    """Returns whether a path is for operators and not for clients."""
     if path.startswith(("/debug/", "/admin/", "/scale/", "/ui/")):
         return True
     return path in (METRICS, LOAD_ADAPTER, UNLOAD_ADAPTER, "/debug", "/admin", "/scale", "/ui")
 
 
 def error_dialect(path: str) -> Dialect:
-    """The dialect of errors on `path`, whether or not the path exists."""
+    """Returns the format of errors on `path`. The path need not exist."""
     if path.startswith("/v1/messages"):
         return Dialect.ANTHROPIC
     return Dialect.OPENAI

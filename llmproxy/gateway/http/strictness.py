@@ -16,10 +16,13 @@ from llmproxy.gateway.http.errors import Failure
 from llmproxy.gateway.http.headers import named_in_connection
 
 SINGLE = ("authorization", "x-api-key", "x-request-id", "content-encoding", "expect")
-"""Fields that must not be repeated, because the proxy and a backend may both read them. The parser checks others."""
+"""Fields that a request may have only once, because the proxy and a backend may both read them.
+
+aiohttp's parser already refuses a repeated Host, Content-Length and Transfer-Encoding.
+"""
 
 LOOKALIKES = ("transfer_encoding", "content_length")
-"""Servers that turn `-` into `_` confuse these with the fields that frame the body."""
+"""Fields that are refused: servers that turn `-` into `_` confuse them with the fields that frame the body."""
 
 VERSIONS = (HttpVersion11, HttpVersion10)  # The accepted versions of HTTP.
 
@@ -27,10 +30,9 @@ _HOST = re.compile(r"([\w.~!$&'()*+,;=%-]*|\[[0-9a-fA-F:.]+\])(:\d{0,5})?", re.A
 
 
 def check(request: web.BaseRequest, head_bytes_max: int) -> None:
-    """Checks one request.
+    """Raises Failure if two HTTP servers may understand the request differently (400, 405, 417, 501, 505).
 
-    Raises Failure if two servers may understand the request differently (400, 405, 417, 501, 505), or if its head is
-    larger than `head_bytes_max` (431).
+    Raises Failure (431) if the request line and the header fields have more than `head_bytes_max` bytes.
     """
     # The parser limits each field, and the connection limits a head that has not ended. This limits the sum.
     if len(request.raw_path) + sum([len(name) + len(value) for name, value in request.raw_headers]) > head_bytes_max:
@@ -72,9 +74,9 @@ def asks_for_websocket(request: web.BaseRequest) -> bool:
 
 
 def no_websocket() -> Failure:
-    """The answer to the opening handshake of a WebSocket (RFC 9110, section 15.5.22).
+    """Returns the answer (426) to the opening handshake of a WebSocket (RFC 9110, section 15.5.22).
 
-    The connection closes, because frames that the client has already sent are no requests.
+    The answer closes the connection, because frames that the client has already sent are no HTTP requests.
     """
     message = "This proxy speaks no WebSocket: send the same request by HTTP, a POST whose answer may be a stream."
     return _refused(message, status=426, headers={"Upgrade": "HTTP/1.1", "Connection": "upgrade, close"})

@@ -29,7 +29,7 @@ _log = structlog.get_logger()
 
 
 class _Unusable(Exception):  # noqa: N818 - the message describes a file
-    """The files that the configuration key `key` names cannot be used."""
+    """The files that the key `key` of the section `tls` names cannot be used."""
 
     def __init__(self, key: str, why: str) -> None:
         super().__init__(why)
@@ -37,7 +37,10 @@ class _Unusable(Exception):  # noqa: N818 - the message describes a file
 
 
 class _Renewed(ssl.SSLContext):
-    """Passes new connections to the context `now`. A renewal replaces it, because a context cannot drop authorities."""
+    """A TLS context that passes each new connection to the context `now`.
+
+    A renewal of the files replaces `now`, because OpenSSL cannot remove authorities from a context.
+    """
 
     now: ssl.SSLContext
 
@@ -88,6 +91,7 @@ class ClientTls:
         return True
 
     async def watch(self) -> None:
+        """Calls `renew` every CHECK_S seconds until the task is cancelled."""
         while True:
             await asyncio.sleep(CHECK_S)
             self.renew()
@@ -121,7 +125,7 @@ def _reason(error: OSError) -> str:
 
 
 def peer_address(transport: asyncio.BaseTransport) -> str:
-    """The address of the peer; "" if there is none."""
+    """Returns the IP address of the peer; "" for a Unix socket and for a connection that is already closed."""
     peer = transport.get_extra_info("peername")
     return str(peer[0]) if isinstance(peer, tuple) else ""
 

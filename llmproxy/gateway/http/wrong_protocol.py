@@ -15,7 +15,7 @@ _STREAM = (1).to_bytes(4, "big")
 
 
 class WrongProtocol(Failure):
-    """The failure of a connection whose first bytes belong to another protocol. `hint` is advice for operators."""
+    """The failure of a connection whose first bytes belong to another protocol. `hint` is advice for the log."""
 
     def __init__(self, message: str, hint: str, status: int = 400) -> None:
         super().__init__(Outcome.BAD_REQUEST, message, status=status)
@@ -57,7 +57,7 @@ def wrong_protocol(begun: bytes) -> WrongProtocol | None:
 
 
 def plain_http() -> WrongProtocol:
-    """The failure of a client that speaks plain HTTP to a port with TLS."""
+    """Returns the failure of a client that speaks plain HTTP to a port with TLS."""
     return WrongProtocol(
         "This port speaks TLS, and the client began with plain http: its URL should begin with https://.",
         "use https:// in clients, or leave tls.cert out",
@@ -65,7 +65,7 @@ def plain_http() -> WrongProtocol:
 
 
 def _frame(kind: int, flags: int, stream: bytes, payload: bytes) -> bytes:
-    """A frame (RFC 9113, section 4.1)."""
+    """Returns an HTTP/2 frame (RFC 9113, section 4.1)."""
     return len(payload).to_bytes(3, "big") + bytes((kind, flags)) + stream + payload
 
 

@@ -1,12 +1,13 @@
-"""Captures answers and adds them to the index of cached prefixes, because the next turn of a conversation repeats them.
+"""Captures answers and adds them to the index of cached prefixes.
 
-After an answer, the prefix cache of the backend contains the blocks of the prompt and of the answer. This module
-reads the answer, so that the index knows these blocks one turn earlier. It reads the message that a client will send
-back: the first choice, joined from the events of a stream. An answer after reasoning is skipped: chat templates drop
-the reasoning of earlier turns, so the next prompt does not match the cached blocks.
+The next request of a conversation repeats the answer. After an answer, the prefix cache of the backend contains the
+blocks of the prompt and of the answer. This module reads the answer, so that the index knows these blocks before the
+next request comes. It reads the message that a client will send back: the first choice, joined from the events of a
+stream. An answer after reasoning is skipped: chat templates drop earlier reasoning, so the next prompt does not match
+the cached blocks.
 
 A captured answer costs a reference to each of its chunks. It is parsed after its lease has been returned and its exit
-recorded, in short turns of the loop.
+recorded, in short steps between other work of the event loop.
 """
 
 from __future__ import annotations
@@ -27,18 +28,22 @@ from llmproxy.gateway.request.parsed_body import ParsedBody
 from llmproxy.gateway.request.prefix_hash import BLOCKS_MAX, PROMPT_MEMBERS, Chain, answer_bytes
 
 ANSWER_BYTES_MAX = 1 << 20
-"""The maximum size of one answer: 5,000 tokens of a chat stream, which take 10 ms to parse, in turns of 2 ms."""
+"""The maximum size of a captured answer: 5,000 tokens of a chat stream.
+
+A larger answer is not indexed. The maximum takes 10 ms to parse, in steps of 2 ms.
+"""
 CAPTURED_BYTES_MAX = 64 << 20  # The maximum size of all captured answers together. Further answers are not indexed.
 
-EVENTS_BYTES = 4096  # Events of a stream are parsed together in groups of about this size.
+EVENTS_BYTES = 4096  # About how many bytes of a stream's events are parsed in one call.
 
 _RESPONSE_ENDS = frozenset({"response.completed", "response.incomplete"})
 
 
 class CapturedAnswer:
-    """The bytes of one answer, unless they are too many.
+    """A copy of the bytes of one answer. Further bytes are ignored after `drop`.
 
-    `chain` is the hash chain of the prompt; None for an answer that cannot be indexed.
+    `chain` is the hash chain of the prompt; None for an answer that cannot be indexed. `chunks` is None after `drop`,
+    which `add` calls if the answer is too large.
     """
 
     __slots__ = ("_answers", "_bytes", "chain", "chunks", "kind")
@@ -51,7 +56,7 @@ class CapturedAnswer:
         self.chunks: list[bytes] | None = []
 
     def add(self, data: bytes) -> None:
-        """Add the next bytes of the answer."""
+        """Adds the next bytes of the answer. Drops the answer if it exceeds ANSWER_BYTES_MAX or CAPTURED_BYTES_MAX."""
         if self.chunks is None:
             return
         self.chunks.append(data)
@@ -61,18 +66,18 @@ class CapturedAnswer:
             self.drop()
 
     def drop(self) -> None:
-        """Discard the bytes, and ignore further bytes."""
+        """Discards the bytes. Later bytes are ignored."""
         self._answers.captured_bytes -= self._bytes
         self._bytes = 0
         self.chunks = None
 
 
 class Answers:
-    """Captures the answers of one event loop, and hashes the completed ones.
+    """Captures the answers of one event loop, and hashes complete answers.
 
-    `on_read` gets the grant of each answer, and the block hashes of prompt and answer together, in the form of
-    `Request.prefix`. `on_read` is called in a later turn of the loop, never within a call of a method. Without
-    `on_read`, no answer is hashed.
+    `on_read` gets the pool, the lease id, the backend, and the block hashes of prompt and answer together, in the form
+    of `Request.prefix`. It is called later from the event loop, never within a call of a method. Without `on_read`, no
+    answer is hashed.
     """
 
     def __init__(self, on_read: Callable[[str, int, str, Sequence[int]], None] | None) -> None:
@@ -81,11 +86,11 @@ class Answers:
         self.captured_bytes = 0
 
     def capture(self, parsed: ParsedBody, continues: bool = False) -> CapturedAnswer | None:
-        """Begin to capture the answer to this body. Returns None if nobody needs it.
+        """Begins to capture the answer to `parsed`. Returns None if the answer is not needed.
 
-        An answer is needed if it `continues` elsewhere when its stream breaks, or if a later prompt can be matched with
-        it. With several choices or prompts, it is unknown which choice the client will send back. A chain of token ids
-        cannot continue with text, and a full chain cannot grow.
+        An answer is needed if another backend may continue its stream (`continues`), or if a later prompt can be
+        matched with it. With several choices or prompts, it is unknown which choice the client will send back. A chain
+        of token ids cannot continue with text, and a full chain cannot grow.
         """
         chain = parsed.chain
         if (
@@ -96,7 +101,7 @@ class Answers:
         return CapturedAnswer(self, chain, parsed.kind) if continues or chain is not None else None
 
     def finish(self, captured: CapturedAnswer, grant: Grant | None) -> None:
-        """Hash an answer that was completed under `grant`, or drop it if `grant` is None. Call once for each answer."""
+        """Hashes an answer that was completed under `grant`; None drops the answer. Call this once for each answer."""
         if grant is None or not captured.chunks or captured.chain is None:
             captured.drop()
             return
@@ -140,10 +145,10 @@ class _UnreadError(Exception):
 
 
 def parse_answer(raw: bytes, kind: BodyKind) -> Slices[Any]:
-    """Finds the part of an answer that the client repeats in its next prompt, for `prefix_hash.answer_bytes`.
+    """Finds the part of an answer that the client repeats in its next prompt.
 
-    A generator: it yields every few events, so that no step takes more than 2 ms, and returns the part, or None if the
-    part cannot be determined. `raw` is a JSON body or a stream.
+    `raw` is a JSON body or an event stream. Yields every few events, so that no step takes more than 2 ms. Returns the
+    part in the form for `prefix_hash.answer_bytes`; None if it cannot be determined.
     """
     try:
         if raw.lstrip().startswith(b"{"):
@@ -181,9 +186,10 @@ def _unreasoned(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def parsed_events(raw: bytes) -> Iterator[list[Any]]:
-    """Yields the parsed data of several events at a time, which costs a third of parsing each event by itself.
+    """Yields the parsed JSON data of several events at a time.
 
-    Engines write the data of an event in one line.
+    This costs a third of parsing each event by itself. Engines write the data of an event in one line, and the end mark
+    is left out.
     """
     lines = [line[5:].strip() for line in raw.split(b"\n") if line.startswith(b"data:")]
     if lines and lines[-1] == b"[DONE]":
@@ -244,7 +250,7 @@ def _message(raw: bytes) -> Slices[list[dict[str, Any]]]:
 
 
 def _response(raw: bytes) -> Slices[Any]:
-    """Parse the last event only, which contains the whole answer."""
+    """Parses the last event only, because it contains the whole answer."""
     yield
     event = _parsed(raw[raw.rindex(b"\ndata:") + 6 :])
     if event["type"] not in _RESPONSE_ENDS:

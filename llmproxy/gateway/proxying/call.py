@@ -16,7 +16,7 @@ from llmproxy.upstream.port import Body
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A complete error answer of a backend. The client gets it if no other attempt is made."""
+    """A complete error answer of a backend. The client gets this answer if no other attempt is made."""
 
     status: int
     reason: str
@@ -25,7 +25,7 @@ class Answer:
 
 
 class Call(Timed, eq=False):
-    """The request as it is sent to a backend, its time limits, how to treat the answer, and the bytes that are kept.
+    """A request to a backend: the bytes to send, the time limits, how to treat the answer, and the bytes that are kept.
 
     The fields before `answer` never change.
     """
@@ -34,6 +34,7 @@ class Call(Timed, eq=False):
     path_qs: str
     headers: Headers
     body: Body
+    # Whether usage events are kept from the client, because the proxy and not the client asked for them.
     hide_usage: bool
     dialect: Dialect
     # The upper bound for the usage of the answer; None if the answer is free.
@@ -41,11 +42,12 @@ class Call(Timed, eq=False):
     stage: Stage = Stage.WHOLE
     # Reads the answer to a prefill, which does not go to the client. None for any other call.
     connector: KvConnector | None = None
-    # The number of events that only announce the stream. It is buffered until more events have come.
+    # The number of events that only announce the stream. The answer is buffered until more events have come.
     opening_events: int = 0
-    # Whether the call goes on for a moment after the client has left, so that the engines free the prompt.
+    # Whether the call continues for a moment after the client has left, so that the engines free the KV blocks of the
+    # prompt.
     released: bool = False
-    # Whether the client's key is replaced by the proxy's own key, or by none.
+    # Whether the request carries the proxy's own key, or no key, and not the client's key.
     own_key: bool = True
     # Whether the backend lists the model, so that "unknown model" is the backend's error and not the client's.
     listed: bool = True
@@ -54,19 +56,22 @@ class Call(Timed, eq=False):
     holds: bool = False
     # Whether the backend is external, so that no other backend can continue its answer.
     external: bool = False
-    # The answer that the call continues; None for any other call.
+    # For a call that continues a broken stream, the part that the client already has; None for any other call.
     rest_of: RestOf | None = None
 
-    # The backend's own error answer.
+    # The backend's own error answer; None if there is none.
     answer: Answer | None = None
+    # The first and the last bytes of an answer without a stream, and the number of all its bytes.
     head: bytes = b""
     tail: bytes = b""
     answer_bytes: int = 0
+    # When the last bytes of the answer came, on the clock `now`.
     last_byte_s: float = 0.0
-    # The KV transfer parameters of a prefill.
+    # The KV transfer parameters in the answer to a prefill.
     parameters: Parameters | None = None
+    # The reader of the answer's events; None without an uncompressed event stream.
     tap: StreamTap | None = None
 
     def refuses(self, member: bytes) -> bool:
-        """Whether the backend refused the request because of this member of its body."""
+        """Returns whether the backend answered 400 or 422 and its answer mentions this `member` of the request body."""
         return self.answer is not None and self.answer.status in (400, 422) and member in self.answer.body

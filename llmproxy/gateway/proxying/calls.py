@@ -21,26 +21,33 @@ from llmproxy.scheduling.attempt import Attempt
 from llmproxy.scheduling.lease import Lease
 
 UNKNOWN_SHAPES = frozenset({BodyKind.OTHER, BodyKind.FORM})
-"""Kinds of bodies whose answers the proxy cannot bound: a limit may be nested, or audio has an unknown length."""
+"""The kinds of bodies whose answers the proxy cannot bound.
+
+A limit may be nested in the body, or an audio file has an unknown length.
+"""
 
 REFUSED_S = 3600.0
-"""How long after a refusal the proxy does not ask the backend for usage again. An upgrade may change the answer."""
+"""For how long a backend is not asked for usage after it refused the option.
+
+An upgrade may make it accept the option.
+"""
 BACKENDS_MAX = 10_000  # The number of backends whose refusal is remembered.
 
 _log = structlog.get_logger()
 
 
 class UsageQuestions:
-    """Decides whether the proxy asks a backend for the usage of a stream if the client did not ask."""
+    """Decides whether the proxy asks a backend for the usage of a stream whose client did not ask for it."""
 
     def __init__(self) -> None:
         self._refused_until_s: dict[str, float] = {}
 
     def should_ask(self, backend: BackendConfig, now: float) -> bool:
+        """Returns whether to ask for usage. `now` is the time of the event loop in seconds."""
         return backend.ask_usage and now >= self._refused_until_s.get(backend.url, 0.0)
 
     def record_refusal(self, backend: BackendConfig, now: float) -> None:
-        """Do not ask this backend for REFUSED_S: it refused a request because of the usage option."""
+        """Notes that `backend` refused a request because of the usage option, so that it is not asked for REFUSED_S."""
         if len(self._refused_until_s) >= BACKENDS_MAX:
             self._refused_until_s.clear()
         self._refused_until_s[backend.url] = now + REFUSED_S
@@ -57,9 +64,10 @@ def call_for(
     handover: Handover | None,
     ask_usage: bool = True,
 ) -> Call:
-    """Build the call to `backend`, with `engine_id` as its request id.
+    """Returns the call to `backend` for a lease, with `engine_id` as the request id for the engine.
 
-    `handover` is the result of the prefill stage for a decode stage; None for any other call.
+    `handover` is the result of the prefill stage for a decode stage; None for any other call. `ask_usage`: whether the
+    backend is asked for the usage of a stream whose client did not ask for it.
     """
     http, rules, route = context.http, context.rules, context.route
     request = lease.grant.request
@@ -109,9 +117,9 @@ def call_for(
 
 
 def _usage_max(context: RequestContext, external: bool) -> Usage | None:
-    """The upper bound for the usage of the answer; None for a route that computes nothing.
+    """Returns the upper bound for the usage of the answer; None for a route that computes nothing.
 
-    An external model may have a longer context than the replicas.
+    The context length of the replicas does not bound an external model, which may have a longer context.
     """
     if not context.route.computes or context.parsed is None or context.target is None:
         return None
@@ -126,7 +134,7 @@ def _usage_max(context: RequestContext, external: bool) -> Usage | None:
 
 
 def learn_usage(context: RequestContext, usage: Usage, estimator: Estimator) -> None:
-    """Improve the estimates by the usage of a complete answer."""
+    """Improves the token estimates by the usage that the engine reported for a complete answer."""
     assert context.request is not None
     assert context.parsed is not None
     parsed = context.parsed

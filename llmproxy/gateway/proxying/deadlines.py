@@ -14,14 +14,14 @@ from llmproxy.config import TimeoutsConfig
 from llmproxy.core.retry import Cause
 from llmproxy.lifecycle.paced import PacedCalls
 
-SWEEP_S = 0.1  # The time between two sweeps. An attempt ends less than this time after its limit.
+SWEEP_S = 0.1  # The seconds between two sweeps. An attempt ends less than this time after its limit.
 
 
 class Deadlines:
-    """Ends the attempts whose time is over, in one sweep every `SWEEP_S`.
+    """Ends the attempts whose time limit is over, in one sweep every SWEEP_S.
 
-    Each attempt is in the group of its next sweep. If bytes have moved its limit, the sweep puts it into a later group.
-    So the arrival of a chunk only stores a time.
+    Each attempt is in the group of the sweep that checks it next. If bytes have moved its limit, that sweep puts it
+    into a later group. So the arrival of a chunk only stores a time.
     """
 
     def __init__(self) -> None:
@@ -32,16 +32,16 @@ class Deadlines:
         # Thousands may end in one sweep.
         self._ending = PacedCalls()
 
-    def add(self, timer: Timed, look_s: float) -> None:
-        """Look at an attempt in the first sweep after `look_s`."""
+    def add(self, timer: Timed, check_s: float) -> None:
+        """Checks the limit of an attempt in the first sweep after the time `check_s` of the event loop."""
         if self._next is None:
             self._swept = int(timer.now() // SWEEP_S)
             self._plan()
-        number = timer.group = max(self._swept, int(look_s // SWEEP_S)) + 1
+        number = timer.group = max(self._swept, int(check_s // SWEEP_S)) + 1
         self._groups.setdefault(number, {})[timer] = None
 
     def remove(self, timer: Timed) -> None:
-        """Forget an attempt that has ended."""
+        """Removes an attempt that has ended."""
         group = self._groups.get(timer.group)
         if group is not None:
             group.pop(timer, None)
@@ -58,7 +58,7 @@ class Deadlines:
             self._swept = swept
             for timer in self._groups.pop(swept, ()):
                 if timer.limit_s() > swept * SWEEP_S:
-                    self.add(timer, timer.look_s(swept * SWEEP_S))
+                    self.add(timer, timer.check_s(swept * SWEEP_S))
                 else:
                     self._ending.add(partial(timer.expire, swept * SWEEP_S))
         self._next = None
@@ -67,9 +67,10 @@ class Deadlines:
 
 
 class Timed(Struct, eq=False, kw_only=True):
-    """The time limits of one attempt, as a context manager that raises TimeoutError.
+    """The time limits of one attempt, as a context manager that raises TimeoutError when a limit is exceeded.
 
-    A stream has a limit for its first token and a limit for silence after it. Every attempt has a total limit.
+    A stream has a limit for its first token, and then a limit for silence. Every attempt has a total limit. All times
+    are on the clock `now`, the clock of the event loop.
     """
 
     deadlines: Deadlines
@@ -81,9 +82,10 @@ class Timed(Struct, eq=False, kw_only=True):
     end_s: float = inf
     # When bytes came last, or the client began to read again.
     heard_s: float = 0.0
+    # Whether the attempt has been ended by a limit or by `cut`, and whether by `cut`.
     expired: bool = False
     was_cut: bool = False
-    # The number of the sweep that looks at the attempt next.
+    # The number of the sweep that checks the attempt next.
     group: int = 0
     _first_limit_s: float = inf
     _streaming: bool = False
@@ -109,30 +111,37 @@ class Timed(Struct, eq=False, kw_only=True):
             raise TimeoutError from error
 
     def limit_s(self) -> float:
-        """When the attempt ends, unless more bytes come."""
+        """Returns when the attempt ends, unless more bytes come."""
         if self._streaming:
             return min(self.end_s, self.heard_s + self.timeouts.stall_s)
         return self._first_limit_s
 
-    def look_s(self, now: float) -> float:
-        """When to check the limit again. The answer may begin before the limit, and then silence is limited."""
+    def check_s(self, now: float) -> float:
+        """Returns when to check the limit again.
+
+        This is at most `stall_s` later, because the answer may begin before its limit, and then the limit for silence
+        counts.
+        """
         return min(self.limit_s(), now + self.timeouts.stall_s)
 
     def streaming(self, now: float) -> None:
-        """Limit silence from now on: the first token has come."""
+        """Notes at `now` that the first token has come. From now on, silence is limited."""
         self._streaming, self.heard_s = True, now
 
     def expire(self, at_s: float) -> None:
-        """End the attempt, unless it has ended already, or bytes have moved its limit beyond `at_s`."""
+        """Ends the attempt.
+
+        Does nothing if it has ended already. If bytes have moved its limit beyond `at_s`, checks it again later.
+        """
         if self._task is None:
             return
         if self.limit_s() > at_s:
-            self.deadlines.add(self, self.look_s(at_s))
+            self.deadlines.add(self, self.check_s(at_s))
         else:
             self._end()
 
     def cut(self) -> None:
-        """End the attempt now, whatever its limits."""
+        """Ends the attempt now, whatever its limits: its `with` block raises TimeoutError."""
         self.was_cut = True
         self._end()
 
@@ -143,14 +152,14 @@ class Timed(Struct, eq=False, kw_only=True):
 
     @property
     def cause(self) -> Cause:
-        """The limit that was exceeded."""
+        """The limit that was exceeded: OVERRAN (total), STALLED (silence) or LATE (first token)."""
         # The time of the sweep is no evidence: it may be later than both limits.
         if self.limit_s() >= self.end_s:
             return Cause.OVERRAN
         return Cause.STALLED if self._streaming else Cause.LATE
 
     def reason(self) -> str:
-        """The exceeded limit as a sentence for the client."""
+        """Returns a sentence for the client about the exceeded limit."""
         limits, cause = self.timeouts, self.cause
         if cause is Cause.OVERRAN:
             phrase = f"did not finish within {limits.total_s:g} s (timeouts.total_s)"

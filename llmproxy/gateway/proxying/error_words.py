@@ -1,7 +1,7 @@
 """Reads the cause of a failure from the error answers and error events of engines and other routers.
 
-It knows OpenAI's errors (numeric or text `code`, or `type` alone), errors of vLLM before 0.10 (`"object": "error"`),
-FastAPI's `detail`, Anthropic's errors, and errors of the responses API.
+The module knows OpenAI's errors (numeric or text `code`, or `type` alone), errors of vLLM before 0.10 (`"object":
+"error"`), FastAPI's `detail`, Anthropic's errors, and errors of the responses API.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ _WORDS = (
 
 
 def answer_cause(status: int, body: bytes, *, own_key: bool) -> Cause:
-    """Classifies a failed answer by its status and body. `own_key`: the request carried the proxy's key."""
+    """Returns the cause of a failed answer by its status and body.
+
+    `own_key`: the request carried the proxy's key, so a refused key is no error of the client.
+    """
     cause = cause_of(status, own_key=own_key)
     if cause is Cause.ERROR:
         if _DRAINING in body:
@@ -60,7 +63,11 @@ def answer_cause(status: int, body: bytes, *, own_key: bool) -> Cause:
 
 
 def event_cause(data: bytes, *, own_key: bool = True) -> Cause:
-    """The cause of an error event in an answer with status 200. An unknown error counts as an error of the engine."""
+    """Returns the cause of an error event in an answer with status 200.
+
+    An unknown error counts as an error of the engine. `own_key`: the request carried the proxy's key, so a refused key
+    is no error of the client.
+    """
     if _DEAD.search(data[:_BYTES_MAX]):
         return Cause.ENGINE_DEAD
     if data == END_MARK or ABORTED.search(data):
@@ -79,7 +86,7 @@ def event_cause(data: bytes, *, own_key: bool = True) -> Cause:
 
 
 def error_in(data: bytes) -> dict[str, Any] | None:
-    """The error object in the JSON of an answer or an event; None if there is none."""
+    """Returns the error object in the JSON of an answer or an event; None if there is none."""
     if len(data) > _BYTES_MAX or not _LIKELY.search(data):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Tells the client of a request that failed: the backend's own error, or an error of the proxy."""
+"""Answers the client of a failed request: with the backend's own error, or with an error of the proxy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from llmproxy.scheduling.attempt import Attempt
 
 
 async def deliver_failure(context: RequestContext, attempt: Attempt) -> None:
-    """Send the backend's own error unchanged. Raises Failure if the backend sent none."""
+    """Sends the backend's own error answer to the client, and records the outcome.
+
+    A 503 without Retry-After gets one. If the client has already got comments of a stream, the error is sent as events.
+    Raises Failure if the backend sent no error answer.
+    """
     answer = context.call.answer if context.call is not None else None
     if answer is None:
         if attempt.verdict is Verdict.LOCAL_FAILURE:
@@ -36,7 +40,10 @@ async def deliver_failure(context: RequestContext, attempt: Attempt) -> None:
 
 
 async def fail(context: RequestContext, failure: Failure) -> web.StreamResponse:
-    """Record a failure of the proxy, and tell the client. Returns the response."""
+    """Records a failure of the proxy, and sends it to the client if a stream has begun.
+
+    Returns the response for aiohttp.
+    """
     context.record.end(failure.outcome, failure.status, failure.message)
     client, dialect = context.client, context.route.dialect
     if client.response is not None:
@@ -48,6 +55,6 @@ async def fail(context: RequestContext, failure: Failure) -> web.StreamResponse:
 
 
 async def _end_stream(context: RequestContext, event: bytes) -> None:
-    """Ends an SSE stream that has sent only comments: writes a last event, then ends the HTTP body."""
+    """Ends an SSE stream in which the client got only comments: writes a last event, then ends the HTTP body."""
     context.client.write(event)
     await within(context.client.end(), context.client, context.rules.config.timeouts.stall_s)

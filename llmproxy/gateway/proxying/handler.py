@@ -47,7 +47,7 @@ from llmproxy.scheduling.lease import Lease, Leasing
 class RequestHandler:
     """Serves requests of scheduled routes. Each request ends in exactly one outcome.
 
-    `ids` is a prefix for the scheduler's request ids, which differs between the handlers of several processes.
+    `ids` is a prefix of the scheduler's request ids. It differs between the handlers of several processes.
     """
 
     def __init__(
@@ -86,53 +86,57 @@ class RequestHandler:
         self._idle: asyncio.Event | None = None
 
     def reconfigure(self, config: Config) -> None:
-        """Apply the settings that requests do not read from the rulebook."""
+        """Applies the settings that are not in the rulebook: the retry budget and the limits for request bodies."""
         self.budget.ratio = config.retry.budget_ratio
         # Each worker gets an equal part of the limit.
         self.bodies.limit(ceil(config.body_bytes_total_max / self._processes), config.body_bytes_max)
 
     @property
     def captured_bytes(self) -> int:
-        """Bytes of captured answers that wait to be indexed."""
+        """Bytes of all captured answers, of running streams and of answers that wait to be indexed."""
         return self._answers.captured_bytes
 
     def begin_shutdown(self, *, replaced: bool = False) -> None:
-        """Ask clients to close their connections, in every answer from now on, because the proxy is about to end.
+        """Asks clients in every answer from now on to close their connections, because the proxy is about to end.
 
-        `replaced`: whether another process serves the same address already.
+        `replaced`: whether another process already serves the same address.
         """
         self.shutting_down, self.replaced = True, replaced
 
     def cut(self) -> None:
-        """Attribute cancellations to the proxy from now on, and not to clients that left."""
+        """From now on, attributes cancelled requests to the proxy, and not to clients that left."""
         self._cutting = True
 
     def begin_request(self) -> None:
-        """Count an open request, for which a drain waits."""
+        """Counts an open request, for which a drain waits."""
         self.open_requests += 1
 
     def end_request(self) -> None:
-        """Count the end of an open request."""
+        """Counts the end of an open request."""
         self.open_requests -= 1
         if not self.open_requests and self._idle is not None:
             self._idle.set()
             self._idle = None
 
     async def idle(self) -> None:
-        """Wait until no request is open."""
+        """Waits until no request is open."""
         if self.open_requests:
             self._idle = self._idle or asyncio.Event()
             await self._idle.wait()
 
     def cancellation(self, cause: BaseException) -> tuple[Outcome, int, str]:
-        """The outcome, status and error of a request whose task was cancelled or whose client left."""
+        """Returns the outcome, status and error of a request whose task was cancelled or whose client left."""
         if self._cutting:
             return Outcome.DRAINING, 503, "cut: the proxy ended before this request did"
         error = "the client left" if isinstance(cause, asyncio.CancelledError) else f"the client left: {cause}"
         return Outcome.CANCELLED, 499, error
 
     async def serve(self, head: HeadFacts, http: web.BaseRequest) -> web.StreamResponse:
-        """Serve one request of a scheduled route, and record its outcome. `head` belongs to the current rules."""
+        """Serves one request of a scheduled route, and records its outcome.
+
+        `head` must have the current rules. A failure becomes an answer. If the client leaves or the task is cancelled,
+        the outcome is recorded and the exception passes on.
+        """
         extra: dict[str, str] = {}
         now = asyncio.get_running_loop().time()
         rules = self._rulebook.current
@@ -178,7 +182,7 @@ class RequestHandler:
     # --- reading the request ------------------------------------------------------------------------------------------
 
     async def _read(self, context: RequestContext) -> None:
-        """Read the request as far as the scheduler needs it. Raises Failure and Refused."""
+        """Reads the request as far as the scheduler needs it. Raises Failure and Refused."""
         http, rules, record, head = context.http, context.rules, context.record, context.head
         if (given := head.given_id) is not None:
             record.request_id, context.repeated = given, given in self._open_ids
@@ -236,9 +240,10 @@ class RequestHandler:
         record.expected_prompt_tokens = context.request.prompt_tokens
 
     async def _target(self, context: RequestContext, asked: str | None) -> Target:
-        """Resolve the requested model name. Errors only name models that the tenant may use.
+        """Returns the target of the model name `asked`; None asks for the only model. Raises Failure and Refused.
 
-        Waits for up to `no_backend_wait_s` while replicas start and have not listed their models yet.
+        Errors name only models that the tenant may use. Waits for up to `no_backend_wait_s` while replicas start and
+        have not listed their models yet.
         """
         tenant, rules = context.tenant, context.rules
         try:
@@ -373,7 +378,7 @@ class RequestHandler:
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def _finish(self, context: RequestContext, attempt: Attempt) -> None:
-        """Record the outcome of the attempt whose answer went to the client, and learn from its usage."""
+        """Records the outcome of the attempt whose answer went to the client, and learns from its usage."""
         context.record.end(attempt.outcome, context.client.status, attempt.message)
         usage = context.lease.usage if context.lease is not None else None
         # An external backend has another tokenizer.

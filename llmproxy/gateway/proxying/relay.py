@@ -48,14 +48,16 @@ from llmproxy.scheduling.lease import Lease
 from llmproxy.upstream.port import ConnectFailed, Exchange, LocalFailure, Upstream, UpstreamBroken
 
 HELD_BYTES_MAX = 64 << 10
-"""How many bytes of an answer without a stream are held back. Until they are sent, another backend can repeat it."""
+"""How many bytes of an answer without a stream are held back.
+
+Until the client gets its first byte, another backend can repeat the answer.
+"""
 
 GOODBYE_S = 5.0  # How long a client may take to read the error event that ends its broken stream.
 
 LINGER_S = 0.05  # How long the connection stays open after the error event of a broken stream.
 
-ANSWER_BYTES_PER_TOKEN = 4
-"""How many bytes of a JSON answer count as one token if the answer reports no usage at its end."""
+ANSWER_BYTES_PER_TOKEN = 4  # If a JSON answer reports no usage at its end, this many of its bytes count as one token.
 
 
 _KEY_REFUSED = (
@@ -65,7 +67,7 @@ _KEY_REFUSED = (
 
 
 class Relay:
-    """Sends requests to backends and relays their answers. Its only state are the time limits of open attempts."""
+    """Sends requests to backends and relays their answers. Its only state is the time limits of running attempts."""
 
     def __init__(self, upstream: Upstream, timeouts: TimeoutsConfig) -> None:
         self._upstream = upstream
@@ -81,10 +83,11 @@ class Relay:
         client: ResponseWriter,
         may_continue: Callable[[], Awaitable[bool]],
     ) -> None:
-        """Send `call` to one backend and relay the answer. Sets the result in `attempt`, verdict and usage in `lease`.
+        """Sends `call` to one backend and relays the answer to `client`.
 
-        If the backend hangs, `may_continue` is called: whether another backend may continue the stream. A failure of
-        the backend raises nothing. Raises OSError when the client is gone.
+        Sets the result in `attempt`, and the verdict and the usage in `lease`. If the backend hangs or must be left,
+        `may_continue` is awaited: whether another backend may continue the stream. A failure of the backend raises
+        nothing. Raises OSError if the client is gone.
         """
         exchanging = self._exchange(attempt, lease, base_url, call, client, may_continue)
         try:
@@ -308,7 +311,7 @@ class Relay:
     # --- how it ended -------------------------------------------------------------------------------------------------
 
     async def _was_complete(self, attempt: Attempt, client: ResponseWriter) -> bool:
-        """Whether the stream had sent its end mark before the connection broke, so that the answer is complete."""
+        """Ends the client's answer and returns True if the stream had sent its end mark before the connection broke."""
         if attempt.outcome is not Outcome.COMPLETED:
             return False
         await within(client.end(), client, self._timeouts.stall_s)
@@ -332,7 +335,7 @@ class Relay:
             attempt.fail(lost if attempt.committed else Outcome.UPSTREAM_TIMEOUT, call.cause, call.reason())
 
     def _account(self, attempt: Attempt, lease: Lease, call: Call) -> None:
-        """Set the verdict and the usage of the lease at the end of an attempt."""
+        """Sets the verdict and the usage of the lease at the end of an attempt."""
         lease.verdict, most = attempt.verdict, call.usage_max
         if most is None or attempt.verdict is Verdict.TRANSFER_FAILED:
             # A prompt that cannot be transferred is computed twice, and charged once.
@@ -387,7 +390,7 @@ def fail_without_stream(attempt: Attempt) -> None:
 
 
 async def _held(first: bytes, call: Call, exchange: Exchange) -> bytes:
-    """Returns an answer that is complete, or its first HELD_BYTES_MAX bytes."""
+    """Reads on until the answer is complete or has HELD_BYTES_MAX bytes. Returns the bytes with `first` before them."""
     held = bytearray(first)
     while not exchange.ended and len(held) < HELD_BYTES_MAX:
         held += await exchange.chunk()
@@ -403,7 +406,11 @@ def stream_tap(call: Call) -> StreamTap:
 
 
 def _so_far(reported: Usage, request: Request, seen: int) -> Usage:
-    """The usage of a stream that was cut short. Its last report may cover only the prompt, or one choice of several."""
+    """Returns the usage of a stream that was cut short.
+
+    The last report of usage may cover only the prompt, or one choice of several. `seen`: the number of events with
+    tokens.
+    """
     prompt_tokens = reported.prompt_tokens
     if request.sequences > 1:
         prompt_tokens = max(prompt_tokens, request.prompt_tokens)
@@ -411,7 +418,7 @@ def _so_far(reported: Usage, request: Request, seen: int) -> Usage:
 
 
 def _estimate(attempt: Attempt, lease: Lease, counted: Usage) -> None:
-    """Sets the tokens of an attempt that its limits count beyond the counts of the engine."""
+    """Sets the tokens of an attempt that its limits charge in addition to the tokens that the engine counted."""
     request = lease.grant.request
     charged = charged_usage(request, lease.verdict, lease.usage)
     if charged is not None:
@@ -421,9 +428,10 @@ def _estimate(attempt: Attempt, lease: Lease, counted: Usage) -> None:
 
 
 async def end_broken(call: Call, attempt: Attempt, client: ResponseWriter, stall_s: float) -> None:
-    """Ends an event stream that failed with one error event, from the engine or in the client's dialect.
+    """Ends a failed event stream with one error event: the engine's, or the proxy's in the client's dialect.
 
-    Aborts the connection instead if the answer is no event stream, or if writing to the client is paused.
+    Aborts the connection instead if the answer is no event stream, or if the client reads more slowly than the proxy
+    writes.
     """
     tap = call.tap
     if tap is not None and attempt.outcome is Outcome.UPSTREAM_STATUS:
@@ -443,7 +451,7 @@ async def end_broken(call: Call, attempt: Attempt, client: ResponseWriter, stall
 
 
 def error_events(answer: Answer, dialect: Dialect, message: str) -> bytes:
-    """A backend's own error answer as events, for a stream that has begun with comments."""
+    """Returns a backend's own error answer as SSE events, for a client that has got only comments of its stream."""
     if answer.status < 300:
         return answer.body
     try:
@@ -456,7 +464,7 @@ def error_events(answer: Answer, dialect: Dialect, message: str) -> bytes:
 
 
 async def end_with_error(event: bytes, client: ResponseWriter) -> None:
-    """End a broken stream with `event`, and close the connection.
+    """Ends a broken stream with `event`, and closes the connection.
 
     No end mark follows, so that a client that ignores error events does not take the answer for complete. Some client
     libraries discard buffered data when the connection ends early, so the connection stays open for LINGER_S.

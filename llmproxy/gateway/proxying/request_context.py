@@ -30,18 +30,18 @@ from llmproxy.scheduling.attempt import Attempt, shortened
 from llmproxy.scheduling.lease import Lease
 
 _MODEL_CHARS_MAX = 100
-"""The maximum length of unknown model names in logs, where JSON escaping can turn a character into 12 bytes."""
+"""The maximum length of an unknown model name in logs. JSON escaping can turn a character into 12 bytes."""
 
 _CAUSED_BY_CLIENT = frozenset({Outcome.CANCELLED, Outcome.BAD_REQUEST, Outcome.RATE_LIMITED})
 
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """A stream that broke, and the request for its rest."""
+    """A stream that broke, and the request that asks another backend for its rest."""
 
     # The body of the client.
     asked: ParsedBody
-    # The call and the attempt that broke.
+    # The call and the attempt whose stream broke.
     call: Call
     attempt: Attempt
     # The body that asks for the rest.
@@ -50,7 +50,7 @@ class Continuation:
 
 
 class RequestContext(Struct, eq=False):
-    """The objects of one request. `record` has everything that is logged about it.
+    """All objects of one request. Everything that is logged about the request is in `record`.
 
     The fields without a default never change.
     """
@@ -60,7 +60,7 @@ class RequestContext(Struct, eq=False):
     http: web.BaseRequest
     head: HeadFacts
     client: ResponseWriter
-    # The proxy's own header fields for the answer.
+    # The proxy's own header fields for the answer, such as `x-request-id`.
     extra: dict[str, str]
     buffered: BufferedBody
     record: RequestExit
@@ -70,16 +70,20 @@ class RequestContext(Struct, eq=False):
     # Whether the client's headers about bands, flows and objectives count.
     trusted: bool = False
     parsed: ParsedBody | None = None
+    # The stored response that this request continues (`previous_response_id`).
     previous: Previous | None = None
+    # The `cache_salt` that replaces the client's salt; None if the client's salt stays.
     salt: str | None = None
+    # The hash of the session that the request names; None if it names none.
     session: str | None = None
+    # The pool, model and adapter behind the requested model name; None until it is resolved.
     target: Target | None = None
-    # The request as the scheduler got it first.
+    # The request as the scheduler got it at first, before any retry.
     request: Request | None = None
-    # The latest lease, and its latest call.
+    # The latest lease, and the latest call under it.
     lease: Lease | None = None
     call: Call | None = None
-    # A copy of the answer, which is indexed at the end.
+    # A copy of the answer, for the prefix index and for a continuation; None if neither needs it.
     captured: CapturedAnswer | None = None
     # The result of the prefill stage, for the decode stage.
     handover: Handover | None = None
@@ -88,12 +92,15 @@ class RequestContext(Struct, eq=False):
     continuation: Continuation | None = None
 
     def begin_trace(self, sampler: Sampler) -> None:
-        """Begin the trace, once. Only a trusted client may choose the trace id."""
+        """Begins the trace of the request; a second call changes nothing.
+
+        Only a trusted client may choose the trace id.
+        """
         if self.record.trace is None:
             self.record.trace = sampler.begin(self.http.headers.getall("traceparent", ()), self.trusted)
 
     def engine_id(self, request: Request) -> str:
-        """The request id for the engine, which must not see the same id twice.
+        """Returns the request id for the engine, which differs in every attempt.
 
         An engine could mix up two requests with one id, and may still be aborting the previous attempt.
         """
@@ -103,7 +110,7 @@ class RequestContext(Struct, eq=False):
         return f"{record.request_id}-{request.id}-{record.attempts}"
 
     def finish(self, now: float) -> RequestExit:
-        """Complete the record at the end of the request, at `now`. Returns it."""
+        """Completes and returns the record of the request. `now`: the time of the event loop when the request ended."""
         record, last = self.record, self.record.last
         assert record.arrived_s is not None
         record.duration_s = now - record.arrived_s
@@ -130,7 +137,7 @@ class RequestContext(Struct, eq=False):
         return record
 
     def _met(self, last: Attempt, slo: Slo) -> bool | None:
-        """Whether the request met its objective; None if the client caused the miss.
+        """Returns whether the request met its objective; None if the client caused the miss.
 
         A rate-limited request is no miss. Otherwise tenants that exceed their limits would get precedence.
         """
@@ -152,7 +159,7 @@ class RequestContext(Struct, eq=False):
 def make_request(
     context: RequestContext, parsed: ParsedBody, target: Target, request_id: str, estimator: Estimator
 ) -> Request:
-    """Returns the request for the scheduler, and adds its class to the record."""
+    """Returns the request for the scheduler, and adds band, flow, weight and objective to the record."""
     record, identity = context.record, context.rules.identity
     assert record.arrived_s is not None
     head, names = context.head, (target.requested, target.model)

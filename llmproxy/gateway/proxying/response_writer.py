@@ -1,4 +1,4 @@
-"""Sends the answer of one request to its client, byte by byte."""
+"""Sends the answer of one request to its client."""
 
 from __future__ import annotations
 
@@ -33,14 +33,17 @@ class Source(Protocol):
     """The source of the bytes of an answer: the backend's side of a relay."""
 
     def pause(self) -> None:
-        """Stop sending: the client reads more slowly."""
+        """Stops reading from the backend, because the client reads more slowly than the answer arrives."""
 
     def resume(self) -> None:
-        """Send again."""
+        """Reads from the backend again."""
 
 
 async def within(step: Coroutine[Any, Any, None], client: ResponseWriter, limit_s: float) -> None:
-    """Await `step`, which sends to `client`. Raises ConnectionAbortedError if it takes longer than `limit_s`."""
+    """Awaits `step`, which sends to `client`.
+
+    If `step` takes longer than `limit_s`, aborts the connection and raises ConnectionAbortedError.
+    """
     try:
         async with asyncio.timeout(limit_s):
             await step
@@ -53,8 +56,7 @@ class ResponseWriter:
     """Sends the answer of one request straight to the transport, the head and the first bytes in one write.
 
     `extra` contains the proxy's own header fields, which every answer gets. An answer that begins while `server` shuts
-    down asks the client to close its connection. `cors` adds the CORS fields for web pages; None
-    adds none.
+    down asks the client to close its connection. `cors` adds the CORS fields for web pages; None adds none.
     """
 
     __slots__ = (
@@ -74,14 +76,17 @@ class ResponseWriter:
         self._head = b""
         self._chunked = self._committed = self._silent = False
         self._drained: asyncio.Future[None] | None = None
+        # The response for aiohttp; None until the head of the answer is made.
         self.response: SentResponse | None = None
         # Called when the answer begins, before the client gets its first byte.
         self.on_commit: Callable[[], None] | None = None
         # Called with each piece of the body, unless the body is encoded.
         self.capture: Callable[[bytes], None] | None = None
-        # Paused while the client reads more slowly.
+        # The backend's side of the relay, which is paused while the client reads too slowly; None without a relay.
         self.source: Source | None = None
+        # The HTTP status of the answer; 0 until the head is made.
         self.status = 0
+        # The bytes of the body so far, without the framing of chunks.
         self.sent_bytes = 0
 
     @property
@@ -95,9 +100,10 @@ class ResponseWriter:
         return self._drained is not None
 
     def comment(self, comment: bytes) -> bool:
-        """Send an SSE comment to a client that waits for its stream. The first comment sends the head too.
+        """Sends an SSE comment to a client that waits for its stream. The first comment sends the head too.
 
-        Returns False if the answer has begun or the client is gone. Other attempts can still be made.
+        Other attempts can still be made after it. Returns False, and sends nothing, if the answer has begun or the
+        client is gone.
         """
         if self._committed or self._silent or self._request.transport is None:
             return False
@@ -110,15 +116,15 @@ class ResponseWriter:
         return True
 
     def end_comments(self) -> bool:
-        """Send no more comments. Returns True if none was sent, so that the answer need not be a stream."""
+        """Stops the comments. Returns True if none was sent, so that the answer need not be a stream."""
         self._silent = True
         return self.response is None
 
     def commit(self, status: int, reason: str, headers: Headers) -> None:
-        """Begin the answer: no other attempt can be made. The head is sent together with the first bytes of the body.
+        """Begins the answer: from now on, no other attempt can be made.
 
-        If keep-alive comments were sent before, the client already has the head of an event stream with status 200, and
-        the answer must be such a stream.
+        The head is sent together with the first bytes of the body. If comments were sent before, the client already has
+        the head of an event stream with status 200, and the answer must be such a stream.
         """
         self._committed = True
         if self.on_commit is not None:
@@ -161,7 +167,7 @@ class ResponseWriter:
             self.pause_writing()
 
     def write(self, data: bytes) -> None:
-        """Send a piece of the body. Raises ConnectionError when the client is gone."""
+        """Sends a piece of the body. Raises ConnectionError if the client is gone."""
         self.sent_bytes += len(data)
         if self.capture is not None:
             self.capture(data)
@@ -170,14 +176,15 @@ class ResponseWriter:
         self._send(data)
 
     async def drained(self) -> None:
-        """Wait until the client has caught up."""
+        """Waits until the client has read enough of the written bytes (the transport resumes writing)."""
         if self._drained is not None:
             await self._drained
 
     async def end(self, *, whole: bool = True) -> None:
-        """End the answer and wait until the client has caught up.
+        """Ends the answer and waits until the client has read enough of it.
 
-        An answer that is not `whole` gets no end mark, and its connection is closed.
+        An answer that is not `whole` gets no end mark, and its connection is closed. Raises ConnectionError if the
+        client is gone.
         """
         if not whole and self.response is not None:
             self.response.force_close()
@@ -190,7 +197,7 @@ class ResponseWriter:
             self._connection.writer = None
 
     async def abort(self) -> None:
-        """Close the connection without an end mark, so that the client sees that the answer is incomplete."""
+        """Closes the connection at once and without an end mark. So the client sees that the answer is incomplete."""
         if self.response is not None:
             self.response.force_close()
         if self._transport is not None:
@@ -227,7 +234,7 @@ class ResponseWriter:
 
 
 class KeepAlive:
-    """Sends an SSE comment every `every_s` seconds until the answer begins, or until `stop`."""
+    """Sends an SSE comment every `every_s` seconds until the answer begins, the client leaves, or `stop` is called."""
 
     def __init__(self, client: ResponseWriter, every_s: float) -> None:
         self._client = client

@@ -1,4 +1,4 @@
-"""The settings of the gateway in the form that requests use. A reload replaces them all at once."""
+"""The settings of the gateway in the form that requests use. A reload replaces all of them in one step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from llmproxy.upstream.port import Upstream
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The parts of the gateway that depend on one configuration.
+    """The parts of the gateway that depend on the configuration.
 
     A request uses the rules that were current when it came, so it never sees parts of two configurations.
     """
@@ -46,9 +46,9 @@ class Rules:
     cors: Cors | None
     connector: KvConnector
     releaser: Releaser
-    # The kinds of bodies whose streams another backend continues when theirs fails, and whose answers in one piece it
-    # repeats.
+    # The kinds of bodies whose streams another backend continues if their backend fails.
     continues: frozenset[BodyKind]
+    # The kinds of bodies whose answers without a stream another backend repeats if their backend fails.
     repeats: frozenset[BodyKind]
     externals: Mapping[str, External]
 
@@ -78,7 +78,7 @@ class Rules:
         )
 
     async def read(self, route: Route, http: web.BaseRequest, body: bytes) -> ParsedBody:
-        """Parse a body that has arrived. Raises Failure (400)."""
+        """Parses the body of a request. Raises Failure (400), also for a wrong content type."""
         if route.method == "GET":
             # A GET names its model in the query.
             return ParsedBody(model=http.rel_url.query.get("model") or None, kind=route.kind, body=b"")
@@ -92,6 +92,6 @@ class Rules:
 
 @dataclass(slots=True)
 class Rulebook:
-    """Refers to the rules for new requests. A reload replaces the rules in one assignment."""
+    """Refers to the current rules, which new requests use. A reload replaces them in one assignment."""
 
     current: Rules

@@ -16,7 +16,11 @@ from llmproxy.core.domain import Usage
 from llmproxy.gateway.proxying.error_words import ABORT, ABORTED, END_MARK, error_in
 
 BUFFERED_BYTES_MAX = 1024 * 1024
-USAGE_TAIL_BYTES = 64 * 1024
+"""The maximum size of an incomplete event, and of held-back events, that a tap buffers.
+
+Longer events are relayed in pieces.
+"""
+USAGE_TAIL_BYTES = 64 * 1024  # How many of the last bytes of a long event are kept, to read its usage.
 
 _USAGE_BYTES_MAX = 16 * 1024
 _MARKS_MAX = 16 * 1024  # About 5 ms of scanning. Long data may follow the usage, such as log probabilities.
@@ -52,10 +56,11 @@ _ACCEPTED_EVENTS = frozenset({b"response.created", b"response.queued", b"respons
 
 
 class StreamTap:
-    """Reads one event stream. With `hide_usage` it removes the usage event that the engine sends at the end.
+    """Reads one event stream while it is relayed.
 
-    With `holds` it returns whole events only, and keeps an error event and everything after it in `held_back`, so that
-    another stream can go on after the returned bytes.
+    With `hide_usage`, removes the usage event that the engine sends at the end. With `holds`, returns whole events
+    only, and keeps an error event and everything after it in `held_back`, so that another stream can go on after the
+    returned bytes.
     """
 
     __slots__ = (
@@ -81,22 +86,24 @@ class StreamTap:
     )
 
     def __init__(self, hide_usage: bool = False, holds: bool = False) -> None:
-        # A whole event or comment was seen.
+        # Whether a whole event or comment was seen.
         self.first_event_complete = False
-        # An event was seen that is neither an error nor an acknowledgement.
+        # Whether an event was seen that is neither an error nor an acknowledgement of the request.
         self.first_token_seen = False
-        # The first event with data was an error.
+        # Whether the first event with data was an error, and whether any event was.
         self.error_first = False
         self.error_seen = False
         # Whether the client has got an error event, although the tap holds errors back.
         self.error_sent = False
         # The data of the last error event.
         self.error = b""
+        # Whether the end of the answer was seen: `[DONE]`, or the last event of the responses or messages API.
         self.done_seen = False
-        # Whether a finish event was seen. At the latest known after `flush`.
+        # Whether an event with a finish reason was seen. Certain only after `flush`.
         self.finished = False
         # The number of events with data, without comments and `[DONE]`.
         self.data_events = 0
+        # With `holds`: an error event and everything after it, which were not returned.
         self.held_back = bytearray()
         self._hide_usage = hide_usage
         self._holds = holds
@@ -116,16 +123,19 @@ class StreamTap:
 
     @property
     def cut_short(self) -> bool:
-        """Whether a stream that has ended regularly had no end of the answer, so that another stream can go on."""
+        """Whether a stream without an end of its answer has ended regularly, so that another stream can go on.
+
+        Always False without `holds`.
+        """
         return self._holds and not (self.done_seen or self.finished or self.error_seen)
 
     @property
     def usage(self) -> Usage | None:
-        """The latest usage in the stream; None if no event reported the prompt tokens."""
+        """The latest token counts in the stream; None if no event reported the prompt tokens."""
         return _usage(self._first_usage | self._last_usage)
 
     def feed(self, data: bytes) -> bytes:
-        """Take bytes from the backend, and return the bytes to send to the client now, perhaps none."""
+        """Takes bytes from the backend, and returns the bytes to send to the client now, perhaps none."""
         if (
             not self._partial
             and self.first_token_seen
@@ -141,10 +151,10 @@ class StreamTap:
         return self._feed_slowly(data)
 
     def flush(self) -> bytes:
-        """Return the buffered bytes at the regular end of a stream.
+        """Returns the buffered bytes at the regular end of a stream.
 
-        Do not call it for a broken stream, whose buffered bytes are an incomplete event: after they are sent,
-        `at_boundary` is false.
+        Must not be called for a broken stream, whose buffered bytes are an incomplete event: after these bytes are
+        sent, `at_boundary` is False.
         """
         self._note_end()
         rest = bytes(self._partial[self._handed_bytes :])
@@ -209,7 +219,7 @@ class StreamTap:
         return not _SOME_CHOICE.search(self._partial, max(0, known - _TORN_BYTES_MAX))
 
     def _note(self, event: bytes) -> bool:
-        """Read one whole event. Returns True for the usage event that is hidden from the client."""
+        """Reads one whole event. Returns True for the usage event that is hidden from the client."""
         if not self.first_event_complete:
             self.first_event_complete = True
             event = event.removeprefix(BOM)
@@ -250,7 +260,10 @@ class StreamTap:
         return hidden
 
     def _ends_unfinished(self) -> bool:
-        """Notes an error if the stream ends without its finish, as a chat without a token of a vLLM that shuts down."""
+        """Notes an error, and returns True, if the stream ends without the finish of its answer.
+
+        A vLLM that shuts down ends a chat without a token in this way.
+        """
         unfinished = self._holds and self._names_finish and not (self.finished or self.error_seen)
         if unfinished:
             self._note_error(END_MARK)
@@ -261,7 +274,10 @@ class StreamTap:
         self.error_first = self.error_first or self.data_events == 0
 
     def _note_end(self) -> None:
-        """Look for an error or a finish in the last event, which was relayed unread. An error is always the last."""
+        """Looks for an error or a finish reason in the last event, which was relayed unread.
+
+        No event follows an error, so earlier events need no search.
+        """
         last, self._last = self._last[5:].strip(), b""
         self._names_finish = self._names_finish or _FINISH_MEMBER in last
         self.finished = self.finished or _FINISH.search(last) is not None
@@ -280,18 +296,21 @@ class EncodedTap(StreamTap):
 
 
 def usage_in_tail(tail: bytes) -> Usage | None:
-    """The usage in the last bytes of a JSON answer (USAGE_TAIL_BYTES suffice); None if there is none."""
+    """Returns the usage in the last bytes of a JSON answer (USAGE_TAIL_BYTES suffice); None if there is none."""
     return _usage(_own_usage(tail))
 
 
 def _end_of_event(buffer: bytearray, search_from: int) -> int:
-    """The position after the first blank line from `search_from` on, with any kind of line end; 0 if there is none."""
+    """Returns the position after the first blank line from `search_from` on; 0 if there is none.
+
+    A line may end with a line feed, a carriage return, or both.
+    """
     match = EVENT_END.search(buffer, search_from)
     return match.end() if match is not None else 0
 
 
 def named_data(event: bytes) -> tuple[bytes, bytes]:
-    """The name and the data of an event, with any line ends and any order of fields (WHATWG HTML, 9.2.6).
+    """Returns the name and the data of an event, with any line ends and any order of fields (WHATWG HTML, 9.2.6).
 
     A missing name or missing data is empty. A comment has neither.
     """
@@ -316,11 +335,11 @@ def _is_usage_event(payload: bytes) -> bool:
 
 
 def _own_usage(text: bytes, holders: Set[bytes] = frozenset()) -> dict[str, Any]:
-    """The token counts in the top-level `usage` of the JSON object `text`; empty if there are none.
+    """Returns the members of the top-level `usage` of the JSON object `text`; empty if there are none.
 
-    Without a top-level `usage`, the `usage` in the last member of `text` that is named in `holders` counts.
-    A deeper member with that name may be an echo of the client's own data. `text` may be only the end of the object, so
-    it is read backwards. Levels count open brackets: 1 is the answer itself or an event, 2 is the answer in an event.
+    Without a top-level `usage`, the `usage` inside the last top-level member that is named in `holders` counts. Any
+    other `usage` may be an echo of the client's own data. `text` may lack the beginning of the object, so it is read
+    backwards. Levels count open brackets: 1 is the answer itself or an event, 2 is the answer in an event.
     """
     if (last := text.rfind(_USAGE)) < 0:
         return {}
@@ -366,7 +385,7 @@ def _own_usage(text: bytes, holders: Set[bytes] = frozenset()) -> dict[str, Any]
 
 
 def _usage_fields(usage: bytes) -> dict[str, Any]:
-    """The members of a usage object that are not null; empty if there is no token count."""
+    """Returns the members of a usage object that are not null; empty if the object has no token count."""
     try:
         fields = orjson.loads(usage) if len(usage) <= _USAGE_BYTES_MAX else {}
     except orjson.JSONDecodeError:
@@ -378,9 +397,10 @@ def _usage_fields(usage: bytes) -> dict[str, Any]:
 
 
 def _usage(fields: dict[str, Any]) -> Usage | None:
-    """The usage in the format of OpenAI's chat and completions, of OpenAI's responses, or of Anthropic's messages.
+    """Returns the usage in the format of OpenAI's chat, completions or responses API, or of Anthropic's messages.
 
-    Only Anthropic's `input_tokens` exclude the tokens that were read from or written to the cache.
+    Returns None without a count of prompt tokens. Anthropic's `input_tokens` exclude the tokens that were read from or
+    written to the cache, so these are added.
     """
     prompt = fields.get("prompt_tokens", fields.get("input_tokens"))
     output = fields.get("completion_tokens", fields.get("output_tokens", 0))

@@ -35,11 +35,11 @@ from llmproxy.scheduling.attempt import Attempt
 from llmproxy.scheduling.lease import Leasing
 from llmproxy.upstream.port import ConnectFailed, LocalFailure, Upstream, UpstreamBroken
 
-IDS_MAX = 10_000
+IDS_MAX = 10_000  # The maximum number of responses whose backend is remembered.
 
 
 def _up_to(name: bytes) -> bytes:
-    """A pattern for the beginning of a JSON object: plain members, then the member `name` up to its value."""
+    """Returns a pattern for the beginning of a JSON object: plain members, then the member `name` up to its value."""
     plain = rb'(?!"%b")"[^"\\]*+"\s*+:\s*+(?:"[^"\\]*+"|[-+.\w]++)\s*+,\s*+'
     return (rb"\s*+\{\s*+(?:" + plain + rb')*+"%b"\s*+:') % (name, name)
 
@@ -58,11 +58,14 @@ class Previous:
     backend: str | None
 
     def may_be_elsewhere(self, attempt: Attempt) -> bool:
-        """True if the owner is unknown and the backend of this attempt returned 404."""
+        """Returns whether another backend may store the response.
+
+        This is so if the backend is unknown and this attempt got a 404.
+        """
         return self.backend is None and attempt.status == 404
 
     def unreachable(self, refused: Refused) -> Failure:
-        """The failure if the backend that stores the response is gone."""
+        """Returns the failure (404) for a request whose response is lost, because its backend is gone."""
         message = (
             f"Response with id '{self.id[:200]}' is lost. {refused.message} Send the whole conversation as `input`."
         )
@@ -70,7 +73,7 @@ class Previous:
 
 
 class StoredResponses:
-    """The backend and the tenant of each response id.
+    """Remembers the backend and the tenant of each response id.
 
     A response exists only for the tenant whose request made it first. Beyond IDS_MAX ids, the oldest id of the tenant
     with the most ids is forgotten.
@@ -94,25 +97,29 @@ class StoredResponses:
 
     @property
     def made_by(self) -> Mapping[str, tuple[str, str]]:
-        """Response id -> backend and tenant, the oldest first."""
+        """Maps each response id to its backend and its tenant, the oldest first."""
         return self._made_by
 
     def remember(self, head: bytes, backend: str, tenant: Tenant = NO_TENANT) -> None:
-        """Note the response whose first bytes, as JSON or as the first event of a stream, are `head`."""
+        """Notes the response of `backend` whose first bytes are `head`, as JSON or as the first event of a stream.
+
+        Does nothing if the bytes contain no response id.
+        """
         found = _ID.match(head)
         if found is None:
             return
         self.made(found[1].decode(), backend, tenant)
 
     def made(self, response_id: str, backend: str, tenant: Tenant = NO_TENANT) -> None:
-        """Note one response, and report it to other processes."""
+        """Notes a response that was made in this process, and reports it by `on_made`."""
         if self.note(response_id, backend, tenant.name):
             self.on_made(response_id, backend, tenant.name)
 
     def note(self, response_id: str, backend: str, tenant: str, *, authoritative: bool = False) -> bool:
-        """Note one response. Returns False, and changes nothing, if the response belongs to another tenant.
+        """Notes the backend and the tenant of a response.
 
-        `authoritative`: the report comes from the process that knows all responses, so its `tenant` always counts.
+        Returns False, and changes nothing, if the response belongs to another tenant. `authoritative`: the report comes
+        from the process that knows all responses, so its `tenant` always counts.
         """
         _, owner = self._made_by.get(response_id, ("", tenant))
         if owner != tenant:
@@ -129,17 +136,24 @@ class StoredResponses:
         return True
 
     def backend_for(self, response_id: str, tenant: Tenant = NO_TENANT) -> str | None:
+        """Returns the backend that stores a response of `tenant`.
+
+        Returns None if it is unknown, or if the response belongs to another tenant.
+        """
         backend, owner = self._made_by.get(response_id, (None, tenant.name))
         return backend if owner == tenant.name else None
 
     async def _find_backend(self, response_id: str, tenant: Tenant) -> str | None:
-        """The backend of a response, which another process may have reported a moment ago; None if unknown."""
+        """Returns the backend of a response of `tenant`; None if unknown.
+
+        First waits for the reports of other processes if this process does not know the response.
+        """
         if response_id not in self._made_by and self.catch_up is not None:
             await self.catch_up()
         return self.backend_for(response_id, tenant)
 
     async def previous(self, members: Mapping[str, Any], tenant: Tenant, rules: Rules) -> Previous | None:
-        """The response that a request of `tenant` continues; None if it continues none.
+        """Returns the response that a request of `tenant` continues; None if it continues none.
 
         `members` are the members of the request body about stored responses. An id that is not a string is left to the
         engine, which refuses it. If tenants are configured, raises Failure: 404 unless the response is known to belong
@@ -162,7 +176,11 @@ class StoredResponses:
     def commit_callback(
         self, call: Call, attempt: Attempt, backend: str, tenant: Tenant, previous: Previous | None, stores: bool
     ) -> Callable[[], None]:
-        """A callback that notes the response when the answer begins, before the client can use the id."""
+        """Returns a callback that notes the new response when its answer begins, before the client can use the id.
+
+        `stores`: whether the engine stores the new response. A `previous` response whose backend was unknown is noted
+        too.
+        """
 
         def note() -> None:
             if stores:

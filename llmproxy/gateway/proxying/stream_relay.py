@@ -16,14 +16,17 @@ from llmproxy.scheduling.lease import Lease
 from llmproxy.upstream.port import Exchange, UpstreamBroken
 
 BUFFERED_BYTES_MAX = 1 << 20
-"""The maximum size of an error answer or of the first event of a stream, which are buffered before they are sent."""
-TAIL_BYTES = 64 << 10  # How much of the end of a non-streaming answer is kept to read `usage` from.
+"""The maximum size of an error answer, and of the first event of a stream, that is buffered before it is sent."""
+TAIL_BYTES = 64 << 10  # How many of the last bytes of an answer without a stream are kept, to read its `usage`.
 PROGRESS_S = 0.5
-"""The time between two progress reports of a stream to the scheduler, so that it notices a slow engine."""
+"""The seconds between two progress reports of a stream to the scheduler, which notices slow engines by them."""
 
 
 class ResponseRelay:
-    """Relays the bytes of an answer in the callback in which they arrive. A slow client pauses the backend."""
+    """Relays the body of an answer. `take` sends each piece in the callback in which it arrives.
+
+    If the client reads too slowly, reading from the backend is paused.
+    """
 
     __slots__ = ("_attempt", "_call", "_client", "_exchange")
 
@@ -43,7 +46,10 @@ class ResponseRelay:
         call.heard_s = call.now()
 
     async def end(self) -> None:
-        """End the answer, and wait until the client has caught up."""
+        """Ends the answer, and waits until the client has read enough of it.
+
+        Raises ConnectionError if the client is gone.
+        """
         self._attempt.enter(AttemptState.DELIVERING)
         # Until here, an answer that is not a stream had only the total time limit.
         self._call.streaming(self._call.now())
@@ -127,7 +133,7 @@ class StreamRelay(ResponseRelay):
         self._forward(first, now)
 
     def _forward(self, data: bytes, now: float) -> None:
-        """Send the output of the tap, which may be empty."""
+        """Sends the bytes that the tap returned, which may be none. Notes the first token and the end of the answer."""
         attempt, tap = self._attempt, self._tap
         if attempt.first_byte_s is None and tap.first_token_seen:
             attempt.first_byte_s = now
@@ -142,13 +148,16 @@ class StreamRelay(ResponseRelay):
             attempt.complete()
 
     def report(self) -> None:
-        """Report the progress to the lease if bytes have come since the last report."""
+        """Reports the progress to the lease if bytes have come since the last report."""
         if self._call.last_byte_s > self._reported_s:
             now = self._reported_s = self._call.now()
             self._lease.apply(Progress(self._lease.grant.lease, self._tap.data_events), now)
 
     def flush(self) -> None:
-        """Send the rest of a stream that has ended. Raises UpstreamBroken if the end of the answer is missing."""
+        """Sends the buffered rest of a stream that has ended.
+
+        Raises UpstreamBroken if the end of the answer is missing.
+        """
         rest = self._tap.flush()
         if self._tap.cut_short:
             raise UpstreamBroken("the stream ended before the answer")
@@ -160,7 +169,7 @@ class StreamRelay(ResponseRelay):
 
 
 class ProgressReports:
-    """Lets open streams report their progress, all in one sweep every `PROGRESS_S`.
+    """Calls `report` of all open streams, in one sweep every PROGRESS_S.
 
     A report costs half as much in a sweep as between two chunks, because the code is in the caches of the processor.
     """
@@ -172,13 +181,13 @@ class ProgressReports:
         self._reporting = PacedCalls()
 
     def add(self, stream: StreamRelay) -> None:
-        """Begin the reports of a stream."""
+        """Begins the reports of a stream."""
         self._open[stream] = None
         if self._timer is None:
             self._plan()
 
     def remove(self, stream: StreamRelay) -> None:
-        """End the reports of a stream, which may have had none."""
+        """Ends the reports of a stream. The stream need not have been added."""
         self._open.pop(stream, None)
 
     def _plan(self) -> None:
@@ -199,18 +208,21 @@ class ProgressReports:
 
 
 def event_fields(exchange: Exchange) -> Headers:
-    """The header fields of a stream for the client, without Content-Length: the proxy removes and adds events."""
+    """Returns the header fields of a stream for the client.
+
+    Content-Length is left out, because the proxy removes and adds events.
+    """
     return [(name, value) for name, value in to_client(exchange.headers) if name.lower() != "content-length"]
 
 
 def is_encoded(exchange: Exchange) -> bool:
-    """Whether an answer is compressed, although the proxy asked for an uncompressed one."""
+    """Returns whether an answer is compressed, although the proxy asked for no compression."""
     encodings = [value.strip().lower() for name, value in exchange.headers if name.lower() == "content-encoding"]
     return any(value not in ("", "identity") for value in encodings)
 
 
 def is_event_stream(exchange: Exchange) -> bool:
-    """Whether the body of an answer is server-sent events."""
+    """Returns whether the body of an answer consists of server-sent events."""
     for name, value in exchange.headers:
         if name.lower() == "content-type" and value.lower().startswith("text/event-stream"):
             return True
@@ -218,9 +230,9 @@ def is_event_stream(exchange: Exchange) -> bool:
 
 
 def check_cut(call: Call) -> None:
-    """Raise TimeoutError if the call was cut in the loop iteration in which the first byte came.
+    """Raises TimeoutError if the call was cut in the iteration of the event loop in which the first byte came.
 
-    The timer that ends the attempt is set already, and must not expire after the answer to the client has begun.
+    The attempt is then about to be cancelled, so its answer to the client must not begin.
     """
     if call.was_cut:
         raise TimeoutError

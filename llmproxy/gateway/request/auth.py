@@ -17,28 +17,33 @@ from llmproxy.gateway.http.errors import Failure
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """The tenant of a request, identified by its key, and the rights of the tenant."""
+    """The tenant of a request, found by the client's key, and the rights of this tenant."""
 
     name: str = ""
     # The band of requests without a trusted header; None leaves the band to the model.
     band: int | None = None
     # The highest band of any request. None: a header raises the band only if the tenant is trusted.
     band_max: int | None = None
+    # The share of the tenant's flow, relative to other flows.
     weight: float = 1.0
     # The model names that the tenant may use; None for all.
     models: frozenset[str] | None = None
+    # Whether headers of the tenant's requests may set the band, the flow and the objective.
     trusted: bool = False
+    # The objective of requests that name none (seconds to the first token, and between tokens); None: the model's.
     ttft_s: float | None = None
     tpot_s: float | None = None
     # The secret that separates the tenant's prefixes in the caches of engines; None if the prefixes are shared.
     salt: bytes | None = field(default=None, repr=False)
-    # The name of the key, never the key itself.
+    # The name of the client's key in logs and metrics, never the key itself.
     key: str | None = field(default=None, compare=False)
-    # The end of the key; None if it never ends.
+    # When the key expires; None if it never expires.
     expires: datetime | None = field(default=None, compare=False)
 
     def cache_salt(self, own: str | None) -> str | None:
-        """Returns the `cache_salt` that replaces `own`, the client's salt. None if the tenant has no secret.
+        """Returns the `cache_salt` that replaces `own`, the client's salt (None: the client sent none).
+
+        Returns None if the tenant has no secret.
 
         The salt is an HMAC (RFC 2104) with the tenant's secret as its key. The client chooses only the message, so it
         can never match a prefix of another tenant. The salt has 43 characters, the length that vLLM recommends.
@@ -49,7 +54,10 @@ class Tenant:
         return urlsafe_b64encode(digest(self.salt, message, "sha256")).decode().rstrip("=")
 
     def allows(self, name: str) -> bool:
-        """Whether the tenant may use the model `name`. A forbidden model gets the answer of an unknown model."""
+        """Returns whether the tenant may use the model `name`.
+
+        A forbidden model gets the answer of an unknown model.
+        """
         return self.models is None or name in self.models
 
 
@@ -67,9 +75,9 @@ def _utc_now() -> datetime:
 
 
 class Keys:
-    """The client keys, stored as digests so that no dump or log of this object shows a key.
+    """The client keys of a configuration. Only digests are stored, so no dump or log of this object shows a key.
 
-    `wall_clock` is used only for the expiry of keys, which is a date. Everything else uses a monotonic clock.
+    `wall_clock` returns the current time with its time zone. It serves only for the expiry of keys, which is a date.
     """
 
     def __init__(self, config: Config, wall_clock: Callable[[], datetime] = _utc_now) -> None:
@@ -86,9 +94,10 @@ class Keys:
             ]
 
     def check(self, headers: Mapping[str, str]) -> Tenant:
-        """The tenant whose key the request has. Raises Failure (401) if the key is unknown or expired.
+        """Returns the tenant whose key the request has; NO_TENANT if no key is configured.
 
-        OpenAI's clients send the key as a bearer token, Anthropic's in `x-api-key`.
+        Raises Failure (401) if the key is missing, unknown or expired. OpenAI's clients send the key as a bearer token,
+        Anthropic's in `x-api-key`.
         """
         if not self._keys:
             return NO_TENANT
@@ -104,14 +113,14 @@ class Keys:
 
 
 def presented_digest(headers: Mapping[str, str]) -> bytes:
-    """Returns the digest of the key in a request. A request without a key has the digest of an empty key."""
+    """Returns the SHA-256 digest of the key in a request. A request without a key has the digest of an empty key."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
     return sha256(given.encode("utf-8", "surrogateescape")).digest()
 
 
 def key_digest(key_hash: str) -> bytes:
-    """The digest in a key hash of the configuration."""
+    """Returns the bytes of a key hash of the configuration (`sha256:...` in hexadecimal digits)."""
     return bytes.fromhex(key_hash.removeprefix("sha256:"))
 
 
@@ -134,7 +143,10 @@ def _tenant(config: Config, entry: TenantConfig) -> Tenant:
 
 
 def _salt(entry: TenantConfig) -> bytes | None:
-    """Returns the secret of a tenant. It is the same in every process that has this configuration."""
+    """Returns the secret of a tenant; None if its prefixes are shared.
+
+    The secret is equal in every process with this configuration.
+    """
     if entry.cache_salt is None:
         return None
     # The owner of this key can compute the secret, but gains nothing beyond the rights of the key.

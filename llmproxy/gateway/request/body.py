@@ -14,17 +14,18 @@ from llmproxy.gateway.http.errors import Failure
 from llmproxy.gateway.request.body_budget import BodyBudget, BufferedBody
 
 RETRY_AFTER_S = 1.0
-"""Retry-After of a refusal for lack of memory: other bodies free their bytes within about this time."""
+"""The Retry-After of a refusal for lack of memory. Other request bodies free their bytes within about this time."""
 _LIMITS = ClientsConfig()
 
 
 async def read_body(
     request: web.BaseRequest, bytes_max: int, limits: ClientsConfig = _LIMITS, buffered: BufferedBody | None = None
 ) -> bytes:
-    """Returns the whole request body. Its bytes are counted in `buffered` as they arrive.
+    """Returns the whole request body, and counts its bytes in `buffered` as they arrive (None: no memory budget).
 
     Raises Failure: 413 as soon as the body is known to be larger than `bytes_max`, 429 if the memory budget is used up,
-    408 if the body stalls or takes longer than `limits` allow, 400 for broken framing.
+    408 if the body stalls or takes longer than `limits` allow, 400 for broken framing. The caller must call
+    `buffered.release`, also after an error.
     """
     buffered = BufferedBody(BodyBudget()) if buffered is None else buffered
     if "expect" not in request.headers and (whole := arrived_body(request)) is not None:

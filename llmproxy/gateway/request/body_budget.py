@@ -24,12 +24,15 @@ class BodyBudget:
         self.bytes_max = self.slow_bytes_max = sys.maxsize
 
     def limit(self, bytes_max: int, body_bytes_max: int) -> None:
-        """Sets the limits for all bodies together and for one body. Bodies above the new limits stay."""
+        """Sets the limits in bytes for all bodies together and for one body.
+
+        Bodies that are already buffered stay, also above the new limits.
+        """
         self.bytes_max = max(bytes_max, body_bytes_max)
         self.slow_bytes_max = max(self.bytes_max - self.bytes_max // _FAST_PART, body_bytes_max)
 
     def make_room(self, bytes_max: int) -> None:
-        """Refuse arriving bodies, the largest first, until at most `bytes_max` bytes are buffered."""
+        """Refuses bodies that still arrive, the largest first, until at most `bytes_max` bytes are buffered."""
         while self.buffered_bytes > bytes_max and self._arriving:
             # Among bodies of similar size, this body has received nothing for the longest time.
             body = next(iter(self._arriving[max(self._arriving)]))
@@ -40,6 +43,7 @@ class BodyBudget:
                 on_refused()
 
     def add_arriving(self, body: BufferedBody) -> None:
+        """Counts a body that still arrives. `body.size` must not change until `remove_arriving`."""
         self._arriving.setdefault(body.size.bit_length(), {})[body] = None
         self.arriving_bytes += body.size
 
@@ -52,7 +56,7 @@ class BodyBudget:
 
 
 class BufferedBody:
-    """The bytes of one request in a `BodyBudget`, until they are released."""
+    """Counts the bytes of one request body in a `BodyBudget`, until `release`."""
 
     __slots__ = ("_budget", "on_refused", "refused", "size")
 
@@ -63,7 +67,10 @@ class BufferedBody:
         self.on_refused: Callable[[], None] | None = None
 
     def add_whole(self, size: int) -> bool:
-        """Counts `size` bytes that have arrived in one piece. Returns False if they do not fit."""
+        """Counts a body of `size` bytes that has arrived in one piece.
+
+        Returns False, and counts nothing, if it does not fit.
+        """
         budget = self._budget
         if budget.buffered_bytes - budget.arriving_bytes + size > budget.bytes_max:
             return False
@@ -74,12 +81,18 @@ class BufferedBody:
         return True
 
     def begin(self, on_refused: Callable[[], None]) -> None:
-        """Starts a body that arrives in pieces. Calls `on_refused` if the body is refused to make room for others."""
+        """Starts the count of a body that arrives in pieces.
+
+        `on_refused` is called if this body is refused to make room for others. Its bytes are already released then.
+        """
         self.on_refused = on_refused
         self._budget.add_arriving(self)
 
     def add_piece(self, size: int) -> bool:
-        """Counts `size` more bytes of a body. Returns False if it is refused."""
+        """Counts `size` more bytes of a body after `begin`.
+
+        Returns False if the body is refused; its bytes are released then.
+        """
         budget = self._budget
         if self.on_refused is None:
             return False
@@ -95,14 +108,14 @@ class BufferedBody:
         return not self.refused
 
     def finish(self) -> bool:
-        """Mark the body as complete. Returns False if it was refused before."""
+        """Marks the body as complete, so that it can no longer be refused. Returns False if it was refused before."""
         if self.on_refused is not None:
             self._budget.remove_arriving(self)
             self.on_refused = None
         return not self.refused
 
     def release(self) -> None:
-        """Returns the bytes to the budget. A second call changes nothing."""
+        """Gives the bytes back to the budget. A second call changes nothing."""
         if self.on_refused is not None:
             self.finish()
         self._budget.buffered_bytes -= self.size

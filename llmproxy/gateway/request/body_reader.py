@@ -48,16 +48,23 @@ from llmproxy.gateway.request.parsed_body import (
 from llmproxy.gateway.request.prefix_hash import SALT, Chain, prompt_chain
 from llmproxy.gateway.request.prefix_hash_large import large_prompt_chain
 
-# Every value costs an object: this many block the loop for 2 ms, and 128 KiB of brackets for 15 ms. Text costs little.
-# `benchmarks/parts/body_reader.py` measures it.
+# A body with more JSON values is scanned in slices. The parser makes an object for each value: parsing this many values
+# blocks the event loop for 2 ms (`benchmarks/parts/body_reader.py`), and 128 KiB of brackets for 15 ms.
 PARSE_VALUES_MAX = 16 * 1024
-TURN_S = 0.002  # Long enough to make the switches cheap, and short compared with the noise of a token stream.
+TURN_S = 0.002
+"""How long one body is scanned before the event loop runs other work.
+
+Long enough to make the switches cheap, and short compared with the gaps between the tokens of a stream.
+"""
 OPTION_BYTES_MAX = 64 * 1024
-# The longest text that names a session. It fits into OPTION_BYTES_MAX even with every character escaped.
+"""The maximum length of the value of an option, such as `model`, in a large body. A longer value gets 400."""
+# The longest text that names a session; a longer text names none. It fits into OPTION_BYTES_MAX even with every
+# character escaped.
 SESSION_CHARS_MAX = 4096
-# More sequences than any engine runs at once. Without a maximum, a client could claim the work of a whole fleet.
+# The highest `ParsedBody.sequences`, more than any engine runs at once. Without a maximum, a client could claim the
+# work of a whole fleet.
 SEQUENCES_MAX = 1024
-# The maximum number of sequences of a request, also of sequences that an engine runs later.
+# The highest `ParsedBody.sequences_asked`, which also counts the sequences that an engine runs one after the other.
 ANSWERED_MAX = 1 << 20
 _NUMBER_CHARS_MAX = 64
 
@@ -69,7 +76,8 @@ _TEXT = (
 _OPTIONS = (
     "model", "stream", "stream_options", "n", "best_of", "max_completion_tokens", "max_tokens", "max_output_tokens",
 )  # fmt: skip
-# With these members, the engine that answers has to compute the prompt itself, or answers in several turns.
+# With these members, a request cannot be split into prefill and decode: the engine that answers has to compute the
+# prompt itself, or answers in several turns.
 _INDIVISIBLE = ("echo", "prompt_logprobs", "use_beam_search", "background")
 _SPLITTABLE = frozenset({BodyKind.CHAT, BodyKind.COMPLETION, BodyKind.RESPONSES, BodyKind.MESSAGES})
 # Members of messages that the chat template does not turn into text.
@@ -87,7 +95,11 @@ _MEDIA_KEY = re.compile(rb'"(?:%s)"' % b"|".join(name.encode() for name in sorte
 
 
 class BodyReader:
-    """Reads the bodies of one event loop. Large bodies take turns, so that they block the loop no longer than one."""
+    """Reads the request bodies of one event loop.
+
+    Large bodies are scanned in slices, and only one slice of all bodies is scanned between two iterations of the event
+    loop. So many large bodies block the event loop for no longer than one.
+    """
 
     def __init__(self, *, prefixes: bool = False, session_members: Sequence[str] = ()) -> None:
         """With `prefixes`, computes the hash chain of every prompt, for a placement that uses prefixes.
@@ -99,7 +111,10 @@ class BodyReader:
         self._turns = asyncio.Lock()
 
     async def read(self, body: bytes, kind: BodyKind, content_type: str = "") -> ParsedBody:
-        """Reads one body; forms need `content_type`. Raises BadBody. The loop is never blocked for more than 10 ms."""
+        """Reads one request body. Raises BadBody.
+
+        A form needs the `content_type` of the request. The event loop is not blocked for more than about 10 ms.
+        """
         if kind is BodyKind.FORM:
             return await self.in_turns(read_form(body, content_type, self._session_members))
         if not parses_at_once(body):
@@ -114,7 +129,10 @@ class BodyReader:
         return _of_fields(fields, body, kind, self._session_members, prompt_chain(fields, kind))
 
     async def in_turns(self, slices: Slices[T]) -> T:
-        """Returns the result of a sliced computation, during which the loop runs other work. Raises its exceptions."""
+        """Runs a computation slice by slice and returns its result. Raises its exceptions.
+
+        Several computations take turns of TURN_S, and after each turn the event loop runs everything else.
+        """
         while True:
             async with self._turns:
                 until_s = time.perf_counter() + TURN_S
@@ -130,7 +148,10 @@ class BodyReader:
 
 
 def parses_at_once(body: bytes) -> bool:
-    """Returns whether parsing takes at most about 2 ms. May return False for a text with many brackets."""
+    """Returns whether parsing `body` takes at most about 2 ms.
+
+    The result may be False for a body that parses faster, if its text contains many brackets.
+    """
     if len(body) <= 2 * PARSE_VALUES_MAX:
         return True
     # Every value except the outermost follows an opening bracket or a comma.
@@ -138,7 +159,7 @@ def parses_at_once(body: bytes) -> bool:
 
 
 def read_small(body: bytes, kind: BodyKind, session_members: Sequence[str] = ()) -> ParsedBody:
-    """Parse a JSON body in one go, which blocks the loop. Raises BadBody."""
+    """Parses a JSON body in one call, which blocks the event loop. Raises BadBody."""
     return _of_fields(_parsed(body), body, kind, session_members)
 
 
@@ -172,7 +193,11 @@ def _of_fields(
 def read_large(
     body: bytes, kind: BodyKind, prefixes: bool = False, session_members: Sequence[str] = ()
 ) -> Slices[ParsedBody]:
-    """Scans a JSON body of any size in slices. Raises BadBody, except for invalid values that are not read."""
+    """Scans a JSON body of any size in slices.
+
+    Raises BadBody for broken structure. Invalid values that are not read raise nothing: the engine reads the same bytes
+    and reports them.
+    """
     options = (*_OPTIONS, *_INDIVISIBLE, *PROMPT_ALONE, *(RESPONSE_MEMBERS if kind is BodyKind.RESPONSES else ()))
     grammar = (*_GRAMMAR, "tool_choice")
     found = yield from scan_every(body, (*_TEXT, *options, SALT, *GUARDED, *PROMPT_ALONE, *grammar, *session_members))
@@ -273,7 +298,10 @@ def _is_alike(kind: BodyKind, fields: Mapping[str, Any]) -> bool:
 
 
 def read_form(body: bytes, content_type: str, session_members: Sequence[str] = ()) -> Slices[ParsedBody]:
-    """Finds `model` and `stream` in a multipart form. Its prompt has the size of one sound. Raises BadBody."""
+    """Finds `model` and `stream` in a multipart form. Raises BadBody.
+
+    The size of the prompt is set to MEDIA_BYTES, because the form usually has one sound.
+    """
     found = yield from scan_form(body, content_type, ("model", "stream", *TRANSFER, *session_members))
     for name in TRANSFER:
         if name in found:

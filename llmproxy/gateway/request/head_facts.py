@@ -11,16 +11,21 @@ from llmproxy.gateway.http.routes import Route
 from llmproxy.gateway.request.auth import NO_TENANT, Tenant
 
 Standing = tuple[int | None, str | None, float | None, float, Slo | None, str | None]
-"""Level, flow, maximum wait, weight, objective and unknown objective of a request, as its record has them."""
+"""The result of `Identity.classify`:
+
+band level, flow, maximum wait (s), weight, objective, and the name of an objective that is not configured.
+"""
 
 
 @dataclass(slots=True)
 class HeadFacts:
-    """The facts of one head. A connection keeps them while its requests repeat the head, and passes them on.
+    """The facts of one request head.
 
-    A configuration that is reloaded makes other `rules`, and the facts are found again.
+    A connection keeps them as long as its next request has an equal head, and gives them to that request. They are used
+    only if `rules` are still the current rules; after a reload of the configuration they are found again.
     """
 
+    # The `Rules` by which the facts were found.
     rules: object
     route: Route
     sender: Client
@@ -35,10 +40,11 @@ class HeadFacts:
     tenant: Tenant = NO_TENANT
     # Whether the client's headers about bands, flows and objectives count.
     trusted: bool = False
-    # The requested model of the latest request with its target, and the standing of that request.
+    # The requested model name and the target of the latest request, and the result of `Identity.classify` for them.
     standing_for: tuple[str, str] | None = None
     standing: Standing | None = None
-    # The longest wait for a backend that serves the model.
+    # How long a request may wait for a first backend that serves its model; None until it is computed.
     max_wait_s: float | None = None
-    # Fields for backends, by whether the proxy has a key for the backend; None if the facts are not kept.
+    # The client's fields for backends (see `to_backend`): whether the proxy has a key for the backend -> fields. None
+    # if the facts are not kept.
     forwarded: dict[bool, Headers] | None = None

@@ -46,7 +46,10 @@ _UNIT_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.
 
 @dataclass(frozen=True, slots=True)
 class _Objective:
-    """An objective from one source: a header, a tenant or a model. If a value is None, the next source counts."""
+    """A band and an objective from one source: a header, a tenant or a model.
+
+    For a value that is None, the next source counts.
+    """
 
     band: int | None = None
     ttft_s: float | None = None
@@ -57,7 +60,10 @@ _NOTHING = _Objective()
 
 
 class Identity:
-    """Classifies requests. Headers that give an advantage count only from trusted clients and tenants."""
+    """Finds the band, flow, objective and limits of requests.
+
+    Headers that give an advantage count only from trusted clients and tenants.
+    """
 
     def __init__(self, config: Config) -> None:
         self._trusted = InNetworks(config.trusted_networks())
@@ -83,7 +89,11 @@ class Identity:
         self._keeps_credentials = config.forward_credentials
 
     def trusts(self, client: Client, tenant: Tenant = NO_TENANT) -> bool:
-        """Returns whether a request's headers count, because its client or its tenant is trusted."""
+        """Returns whether headers of a request may set its band, flow and objective.
+
+        They may if the tenant is trusted, the client is in a trusted network, or the request comes through a trusted
+        proxy and `trust_proxy_headers` is set.
+        """
         if tenant.trusted or (client.proxied and self._trusts_proxies):
             return True
         return (client.certain or self._trusts_all) and self._trusted[client.address]
@@ -98,11 +108,11 @@ class Identity:
         span_id: str = "",
         forwarded: dict[bool, Headers] | None = None,
     ) -> Headers:
-        """Returns the header fields of a request to `backend`. Privileged fields are forwarded only for a `trusted`
-        client.
+        """Returns the header fields of a request to `backend`.
 
-        With a `trace`, `span_id` is the parent of the backend's spans. Without a `trace`, the client's trace fields are
-        forwarded. `forwarded` has the fields of earlier calls with an equal head.
+        PRIVILEGED fields are forwarded only for a `trusted` client. With a `trace`, `span_id` becomes the parent of the
+        backend's spans. Without a `trace`, the client's trace fields are forwarded. `forwarded` is the cache of
+        `to_backend` for an equal head. An external backend gets no field that tells about the client.
         """
         if backend.external.models:
             return self._external_headers(http, backend)
@@ -127,12 +137,12 @@ class Identity:
         return [*sent, ("accept-encoding", "identity"), *([("authorization", f"Bearer {key}")] if key else [])]
 
     def sends_own_key(self, backend: BackendConfig) -> bool:
-        """Returns whether requests to `backend` carry the proxy's key, or none, instead of the client's key."""
+        """Returns whether requests to `backend` carry the proxy's own key, or no key, and never the client's key."""
         own = bool(backend.external.models or backend.api_key or self._backend_key)
         return own or not self._keeps_credentials
 
     def key_hint(self, backend: BackendConfig) -> str:
-        """Returns advice for the log about a backend that refuses the key of requests."""
+        """Returns advice for the log about a backend that refused the key of a request."""
         if backend.is_external:
             return f"{backend.name} does not accept its key (external.api_key_file, external.api_key_env or api_key)"
         if backend.api_key or self._backend_key:
@@ -145,10 +155,11 @@ class Identity:
         return tuple(name for place, name in self._session_names if place == "body")
 
     def session(self, http: web.BaseRequest, in_body: Mapping[str, str], tenant: Tenant = NO_TENANT) -> str | None:
-        """Returns the session of a request as a hash, equal in every process; None if the request names no session.
+        """Returns the session of a request as a hash; None if the request names no session.
 
-        The configured places are tried in order. `in_body` maps `session_members` to their texts in the body. Equal
-        names of different tenants are different sessions.
+        The hash is equal in every process. The places in `scheduling.session` (header, cookie or member of the body)
+        are tried in order. `in_body` maps `session_members` to their texts in the body. The same name from different
+        tenants makes different sessions.
         """
         for place, name in self._session_names:
             if place == "header":
@@ -170,10 +181,10 @@ class Identity:
     ) -> None:
         """Sets the band, flow, weight, objective and maximum wait of a request in its `record`.
 
-        `requested` is the model name, and `target` the model behind it. A trusted header takes precedence over the
-        tenant, and the tenant over the model. No request gets above its tenant's `band_max`. Without `band_max`, a
-        header raises the band only for a trusted tenant. Any client can lower its band. Raises Failure (400) for an
-        invalid header of a trusted client.
+        `requested` is the model name of the client, and `target` the model behind this name. A trusted header takes
+        precedence over the tenant, and the tenant over the model. No request gets above its tenant's `band_max`.
+        Without `band_max`, a header raises the band only for a trusted tenant. Any client can lower its band. Raises
+        Failure (400) for an invalid time in a header of a trusted client, and for an invalid TTL header of any client.
         """
         named = _first(headers, OBJECTIVE_HEADERS)
         objective, unknown = _NOTHING, None
@@ -217,7 +228,10 @@ class Identity:
         return flow[:FLOW_CHARS_MAX]
 
     def usage_limits(self, tenant: str, requested: str, target: str) -> tuple[str, ...]:
-        """Returns the names of the usage limits that apply to a request of `tenant` for a model name."""
+        """Returns the names of the usage limits that apply to a request.
+
+        `requested` is the model name of the client, and `target` the model behind this name.
+        """
         if not self._limits:
             return ()
         names = (tenant_limit(tenant), model_limit(requested), model_limit(target))
@@ -225,7 +239,11 @@ class Identity:
         return tuple(name for name in dict.fromkeys(names) if name in self._limits)
 
     def max_wait_s(self, headers: Mapping[str, str], band: int = DEFAULT) -> float:
-        """Returns the maximum wait of a request in seconds. Raises Failure (400) if the TTL header is no duration."""
+        """Returns how many seconds a request of `band` may wait.
+
+        This is the configured time, or less if the TTL header says so. Raises Failure (400) if the TTL header is not a
+        positive duration.
+        """
         max_wait_s, text = self._band_max_waits_s.get(band, self._max_wait_s), headers.get(TTL_HEADER)
         if text is None:
             return max_wait_s
@@ -242,7 +260,10 @@ def _model_objective(config: Config, model: ModelConfig) -> _Objective:
 
 
 def _milliseconds(headers: Mapping[str, str], names: Sequence[str]) -> float | None:
-    """Returns the first of these headers that is present, in seconds; None if all are absent. Raises Failure (400)."""
+    """Returns the value in seconds of the first of these headers that is present; None if all are absent.
+
+    Raises Failure (400) if the value is not a positive number of milliseconds.
+    """
     given = _first(headers, names)
     if given is None:
         return None
@@ -255,7 +276,7 @@ def _milliseconds(headers: Mapping[str, str], names: Sequence[str]) -> float | N
 
 
 def parse_duration_s(text: str) -> float | None:
-    """The seconds of a duration in Go's notation (`1h2m3.5s`). None if it is no duration."""
+    """Returns the seconds of a duration in Go's notation (`1h2m3.5s`); None if the text is no duration."""
     body = text.strip().removeprefix("+")
     if body == "0":
         return 0.0
@@ -272,19 +293,22 @@ def parse_duration_s(text: str) -> float | None:
 
 
 def request_id(headers: Mapping[str, str]) -> str | None:
-    """The client's request id; None if it is missing or unsuitable for log lines and headers."""
+    """Returns the client's request id.
+
+    Returns None if it is missing, longer than 256 characters, or not printable ASCII without spaces.
+    """
     given = headers.get(REQUEST_ID_HEADER)
     return given if given is not None and _REQUEST_ID.fullmatch(given) else None
 
 
 def user_agent(headers: Mapping[str, str]) -> str | None:
-    """Returns the beginning of the client's user agent for the log; None if the client names none."""
+    """Returns the first 64 characters of the client's User-Agent for the log; None if there is none."""
     agent = headers.get("user-agent", "")[:_AGENT_CHARS_MAX]
     return (agent if agent.isascii() else as_text(agent)) or None
 
 
 def id_for_error(headers: Mapping[str, str]) -> str:
-    """Returns the request id of a refusal: the client's id if it is valid, else a new id."""
+    """Returns the request id for a refused request: the client's id if `request_id` accepts it, otherwise a new id."""
     return request_id(headers) or uuid4().hex
 
 

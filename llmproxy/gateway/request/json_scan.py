@@ -25,13 +25,14 @@ from llmproxy.gateway.http.errors import Failure
 T = TypeVar("T")
 Slices = Generator[None, None, T]  # A computation that yields after each bounded piece of work and returns a T.
 
-PARSE_BYTES_MAX = 128 * 1024  # No larger body is parsed in one go.
-SLICE_BYTES = 64 * 1024
-# An image or a sound counts like 1,000 tokens of text: the length of its base64 says nothing about its cost.
+PARSE_BYTES_MAX = 128 * 1024  # A larger body is never parsed in one call, but scanned in slices.
+SLICE_BYTES = 64 * 1024  # The default number of bytes that a scan reads before it yields.
+# The text size that an image or a sound counts as, like 1,000 tokens: the length of its base64 says nothing about its
+# cost.
 MEDIA_BYTES = 4000
-MEDIA_HEAD_BYTES = 256
-KEY_BYTES_MAX = 4096  # No member that is looked for has a longer name.
-MEMBERS_MAX = 4096  # Each top-level member costs microseconds of Python, which work in bulk cannot avoid.
+MEDIA_HEAD_BYTES = 256  # The first bytes of a long string that decide whether it is an image or a sound.
+KEY_BYTES_MAX = 4096  # A member name that is longer is no wanted name.
+MEMBERS_MAX = 4096  # A body with more top-level members gets 400: each of them costs microseconds of Python.
 
 _FIRST_SLICE_BYTES = 256
 _BYTEWISE_BYTES = 64
@@ -45,9 +46,9 @@ _MEDIA = re.compile(rb"data:[\w.+-]+\\?/[\w.+-]+[;,]|(?:[A-Za-z0-9+_-]|\\?/){200
 
 
 class BadBody(Failure):
-    """A request body that cannot be read. `message` never repeats the text of a prompt.
+    """A request body that cannot be read (400). `message` never contains text of a prompt.
 
-    `param` names the place as vLLM does (`body.model`, `body.<position>`).
+    `param` names the place in the body as vLLM does (`body.model`, `body.<position>`).
     """
 
     def __init__(self, message: str, param: str = "body") -> None:
@@ -55,7 +56,7 @@ class BadBody(Failure):
 
 
 class Kind(Enum):
-    """The type of a member's value. `LITERAL` is a number, true, false or null."""
+    """The JSON type of a member's value. `LITERAL` is a number, true, false or null."""
 
     STRING = "string"
     ARRAY = "array"
@@ -72,7 +73,7 @@ class Member:
     end: int = 0
     # The estimated UTF-8 size of all strings and object keys without escapes. An image or sound counts MEDIA_BYTES.
     text_bytes: int = 0
-    # How many of each the value has outside its strings; the value itself counts too.
+    # How many strings, commas, arrays and objects the value contains, itself included. Commas in strings do not count.
     strings: int = 0
     commas: int = 0
     arrays: int = 0
@@ -80,24 +81,27 @@ class Member:
 
 
 def is_media(head: bytes) -> bool:
-    """Returns whether a string of more than MEDIA_BYTES is a data URL or base64, by its first MEDIA_HEAD_BYTES."""
+    """Returns whether a string is a data URL or base64.
+
+    The string must be longer than MEDIA_BYTES, and `head` are its first MEDIA_HEAD_BYTES.
+    """
     return _MEDIA.match(head) is not None
 
 
 def scan_members(
     body: bytes, wanted: Collection[str] | None, slice_bytes: int = SLICE_BYTES
 ) -> Slices[dict[str, Member]]:
-    """Like `scan_every`, but returns only the last value of a repeated name, as engines do."""
+    """Returns the result of `scan_every` as a mapping. Of a repeated name, the last value counts, as in engines."""
     return dict((yield from scan_every(body, wanted, slice_bytes)))
 
 
 def scan_every(
     body: bytes, wanted: Collection[str] | None, slice_bytes: int = SLICE_BYTES
 ) -> Slices[list[tuple[str, Member]]]:
-    """Find the values of the `wanted` top-level names of the JSON object in `body`, in order, with repeated names.
-    None wants all names.
+    """Finds the values of top-level members of the JSON object in `body`, in order, with repeated names.
 
-    Yields after at most about `slice_bytes` of work. Raises BadBody if `body` is no well-formed object.
+    `wanted` are the names of these members; None for all. Yields after at most about `slice_bytes` of work. Raises
+    BadBody if `body` is no well-formed object.
     """
     names = None if wanted is None else {name.encode(): name for name in wanted}
     found: list[tuple[str, Member]] = []
@@ -141,7 +145,7 @@ def scan_every(
 
 
 def drain(slices: Slices[T]) -> T:
-    """Runs a sliced computation to its end without a pause. Raises the exceptions of the computation."""
+    """Runs a sliced computation to its end without a pause, and returns its result. Raises its exceptions."""
     while True:
         try:
             next(slices)
@@ -176,7 +180,10 @@ def _name(body: bytes, key: Member, names: dict[bytes, str] | None) -> str | Non
 
 
 def _run(pattern: re.Pattern[bytes], body: bytes, at: int, slice_bytes: int) -> Slices[int]:
-    """Skips the bytes that `pattern`, a repeated class of bytes, matches. Returns the position after them."""
+    """Skips the bytes that match `pattern`, a repeated class of bytes.
+
+    Returns the position after the last of these bytes.
+    """
     while True:
         match = pattern.match(body, at, at + slice_bytes)
         assert match is not None  # The patterns match the empty string too.
@@ -203,7 +210,10 @@ def _value(body: bytes, at: int, slice_bytes: int) -> Slices[Member]:
 
 
 def _unescaped(piece: bytes) -> tuple[bytes, int]:
-    """Returns a copy of equal length with escaped quotes masked, and by how many bytes escapes lengthen the text."""
+    """Returns `piece` with escaped quotes masked, and how many bytes its escapes add to the length of the text.
+
+    The masked copy has the same length as `piece`.
+    """
     if b"\\" not in piece:
         return piece, 0
     backslashes = piece.count(b"\\")
@@ -215,7 +225,10 @@ def _unescaped(piece: bytes) -> tuple[bytes, int]:
 
 
 def _piece(body: bytes, at: int, size: int) -> bytes:
-    """At most `size` bytes from `at`, cut so that no escape is split."""
+    """Returns at most `size` bytes from position `at`, cut so that no escape is split.
+
+    Raises BadBody at the end of `body`.
+    """
     piece = body[at : at + size]
     if (len(piece) - len(piece.rstrip(b"\\"))) % 2:
         piece = piece[:-1]
@@ -225,7 +238,7 @@ def _piece(body: bytes, at: int, size: int) -> bytes:
 
 
 def _string(body: bytes, string: Member, slice_bytes: int) -> Slices[None]:
-    """Find the end of the string that begins at `string.start`; sets `end` and the sums."""
+    """Finds the end of the string that begins at `string.start`, and sets its `end` and counts."""
     at, size = string.start + 1, min(_FIRST_SLICE_BYTES, slice_bytes)
     string.strings = 1
     while not string.end:
@@ -253,7 +266,7 @@ class _ScanState:
 
 
 def _container(body: bytes, container: Member, slice_bytes: int) -> Slices[None]:
-    """Find the end of the array or object that begins at `container.start`; sets `end` and the sums."""
+    """Finds the end of the array or object that begins at `container.start`, and sets its `end` and counts."""
     at, state = container.start, _ScanState()
     size, size_max = min(_FIRST_SLICE_BYTES, slice_bytes), slice_bytes
     while not container.end:

@@ -1,7 +1,7 @@
 """Finds the small fields of a multipart/form-data body, without copying or reading its files.
 
-Headers that can be read in two ways are refused. The engine reads the same bytes with its own parser, and both must
-find the same `model`.
+A header of a part that two parsers could read in different ways is refused. The engine reads the same bytes with its
+own parser, and the proxy and the engine must find the same `model`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _EXTENDED = "filename*"
 
 
 def scan_form(body: bytes, content_type: str, wanted: Collection[str]) -> Slices[dict[str, Member]]:
-    """Find the values of the `wanted` fields of a form.
+    """Returns the positions of the values of the `wanted` fields of a form.
 
     Yields after each megabyte searched. Raises BadBody if the boundary is missing, the parts are not well-formed, or a
-    wanted field is given twice or as a file.
+    wanted field is longer than FIELD_BYTES_MAX, given twice, or given as a file.
     """
     delimiter = b"--" + _boundary(content_type)
     found: dict[str, Member] = {}
@@ -82,7 +82,7 @@ def _boundary(content_type: str) -> bytes:
 def _params(header: str) -> dict[str, str]:
     """Returns the parameters of a header value, with names in lower case.
 
-    Raises BadBody if the value has anything but parameters, or a parameter twice.
+    Raises BadBody if the text after the first `;` is not a list of parameters, or has a parameter twice.
     """
     params: dict[str, str] = {}
     header = header.rstrip("; \t")
@@ -118,7 +118,7 @@ def _field(head: bytes) -> tuple[str, bool]:
 
 
 def _find(body: bytes, what: bytes, at: int) -> Slices[int]:
-    """Like `bytes.find`, in slices."""
+    """Returns the position of `what` in `body` from `at`, or -1. Yields after each megabyte searched."""
     while at < len(body):
         found = body.find(what, at, at + SLICE_BYTES + len(what) - 1)
         if found >= 0:

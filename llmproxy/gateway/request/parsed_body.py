@@ -21,13 +21,13 @@ from llmproxy.gateway.request.prefix_hash import PREVIOUS, SALT, Chain
 KV_TRANSFER = "kv_transfer_params"
 TRANSFER = (KV_TRANSFER, "ec_transfer_params")
 """Members that clients must not send. They make an engine read or keep a KV cache for another engine, or crash."""
-# Member with arguments for the engine -> path inside it to an object in which transfer parameters have an effect too.
+# Member with arguments for the engine -> path from it to an inner object. TRANSFER members have an effect in both.
 _SAMPLING = "sampling_params"
 _ARGUMENTS = {"vllm_xargs": (), _SAMPLING: ("extra_args",)}
 PRIORITY = "priority"
 GUARDED = frozenset({*TRANSFER, *_ARGUMENTS, PRIORITY})
 """Members that change the work of an engine for other requests. The proxy replaces or refuses them."""
-# Members of `/v1/responses`: the new response's id, and whether the engine stores the response.
+# Members of a `/v1/responses` body: the id of the new response, and whether the engine stores the response.
 REQUEST_ID, STORE = "request_id", "store"
 RESPONSE_MEMBERS = (PREVIOUS, REQUEST_ID, STORE)
 
@@ -38,9 +38,15 @@ LIMITS: dict[BodyKind, tuple[str, ...]] = {
     BodyKind.MESSAGES: ("max_tokens",),
     BodyKind.OTHER: ("max_completion_tokens", "max_tokens"),
 }
-"""The members that limit the tokens of an answer, in the order of the engine, which uses the first that is given."""
+"""The members that limit the tokens of an answer.
+
+The order is the engine's, which uses the first member that is present and not null.
+"""
 PROMPT_ALONE = {"stream": b"false", "stream_options": b"null", "min_tokens": b"0", STORE: b"false"}
-"""Members of a body that a prefill call replaces: it asks for one token without a stream, and stores nothing."""
+"""The members that the proxy sets in the body of a prefill call, and their JSON values.
+
+Such a call asks for one token without a stream, and the engine stores no response.
+"""
 
 ABSENT = object()
 _USAGE_ON = b'"include_usage":true'
@@ -49,12 +55,12 @@ FALSE = frozenset({"false", "0", "off", "no", "f", "n", ""})
 _CLOSES = re.compile(rb"\s*\}")
 _PRIORITISED = frozenset({BodyKind.CHAT, BodyKind.COMPLETION, BodyKind.RESPONSES})
 
-Edit = tuple[int, int, bytes]  # Start, end and new content of a stretch of the body.
+Edit = tuple[int, int, bytes]  # A change of a body: the start and the end of the replaced bytes, and the new bytes.
 
 
 @dataclass(frozen=True, slots=True)
 class Spliced:
-    """The bytes to send, as pieces in order, without a copy of the client's bytes."""
+    """A body to send, as pieces in order. The client's bytes are not copied."""
 
     parts: tuple[bytes | memoryview, ...]
     # Whether the proxy, and not the client, asked the engine for a usage event.
@@ -67,7 +73,8 @@ class ParsedBody(RequestFacts, frozen=True, kw_only=True):
     kind: BodyKind
     body: bytes
     stream_options: Any = ABSENT
-    # Positions of values; None for a small body, which is scanned only when a splice needs it.
+    # Top-level member name -> its value's position. None for a small body, which is scanned only when a change needs
+    # it.
     members: Mapping[str, Member] | None = None
     # The hash chain of the prompt; None if no chain was computed.
     chain: Chain | None = None
@@ -77,11 +84,11 @@ class ParsedBody(RequestFacts, frozen=True, kw_only=True):
     response_members: Mapping[str, Any] = {}
     # Every transfer parameter and priority, repeated names included.
     guarded: tuple[tuple[str, Member], ...] = ()
-    # The number of sequences that the engine may run. `sequences` is capped, this number is not.
+    # The number of sequences that the client asks for. `sequences` is at most SEQUENCES_MAX, this number is not.
     sequences_asked: int = 1
     # Whether one engine may compute the prompt and another engine the answer.
     splittable: bool = False
-    # The limit of the answer that the proxy writes into the body.
+    # The limit for the tokens of the answer that the proxy writes into the body; None for no change.
     written_limit: int | None = None
 
     def __repr__(self) -> str:
@@ -90,11 +97,11 @@ class ParsedBody(RequestFacts, frozen=True, kw_only=True):
 
     @property
     def stores(self) -> bool:
-        """Whether the engine may store the response to this request, which is the default."""
+        """Whether the engine may store the response to this request. An absent `store` means that it may."""
         return as_bool(self.response_members.get(STORE, True)) is True
 
     def text(self, name: str) -> str | None:
-        """The text of the top-level member `name`; None if it is missing or no text."""
+        """Returns the text of the top-level member `name`; None if the member is missing or no text."""
         member = self._member(name)
         if member is None or member.kind is not Kind.STRING:
             return None
@@ -104,12 +111,17 @@ class ParsedBody(RequestFacts, frozen=True, kw_only=True):
             return None  # The engine reads the same bytes and reports the error.
 
     def has(self, name: str) -> bool:
-        """Whether there is a top-level member `name`. For a large body, the reader must have looked for the name."""
+        """Returns whether there is a top-level member `name`.
+
+        In a large body, only members that the reader looked for are found.
+        """
         return self._member(name) is not None
 
     def answer_limits(self) -> list[tuple[str, bytes]]:
-        """Returns the names and JSON values of the limits of the answer: the effective limit, or all if that is
-        unknown.
+        """Returns the names and JSON values of the members that limit the answer.
+
+        The result has at most one member, the effective limit. For a body of kind OTHER it has all of them, because it
+        is unknown which one is effective.
         """
         names = LIMITS[self.kind]
         members = drain(scan_members(self.body, (*names, _SAMPLING))) if self.members is None else self.members
@@ -132,13 +144,13 @@ class ParsedBody(RequestFacts, frozen=True, kw_only=True):
         transfer: bytes | None = None,
         prompt_alone: bool = False,
     ) -> Spliced:
-        """Returns the body with these edits, and with null for every transfer parameter of the client.
+        """Returns the body with the changes below. Every transfer parameter of the client becomes null.
 
-        `model` replaces the model name; a body without a name stays without one. `want_usage` asks for usage in chat
-        and completion streams whose client did not ask for it. `priority` is the engine's priority, lower first. It
-        replaces the client's priority if the endpoint has such a field; elsewhere the priority of a client that is not
-        `trusted` becomes 0, the default. `salt` replaces `cache_salt`. `transfer` is the JSON value of the proxy's
-        `kv_transfer_params`. `prompt_alone` asks for one token in one piece.
+        `model` replaces the model name; a body without a model name gets none. `want_usage` asks for usage in chat and
+        completion streams whose client did not ask for it. `priority` is the engine's priority; lower goes first. It
+        replaces the client's priority if the endpoint has such a field. On other endpoints the priority of a client
+        that is not `trusted` becomes 0, the default. `salt` replaces `cache_salt`. `transfer` is the JSON value of the
+        proxy's `kv_transfer_params`. `prompt_alone` asks for the prompt and one token, without a stream.
         """
         if not self.body:
             return Spliced(())
@@ -179,7 +191,7 @@ class ParsedBody(RequestFacts, frozen=True, kw_only=True):
         return Spliced(spliced(self.body, sorted(edits)), usage is not None)
 
     def _alone(self, edits: list[Edit], added: list[bytes]) -> None:
-        """Adds the edits that ask for the prompt and one token."""
+        """Adds the changes of a prefill call: one token, no stream, nothing stored."""
         limits = LIMITS[self.kind]
         members = drain(scan_members(self.body, (*PROMPT_ALONE, *limits))) if self.members is None else self.members
         asked = PROMPT_ALONE | dict.fromkeys(limits, b"1")
@@ -205,7 +217,7 @@ class ParsedBody(RequestFacts, frozen=True, kw_only=True):
         return orjson.dumps(asked)
 
     def _set(self, name: str, value: bytes, edits: list[Edit], added: list[bytes]) -> None:
-        """Replace the value of the top-level member `name`, or add the member."""
+        """Adds the change that sets the top-level member `name` to the JSON `value`."""
         found = self._member(name)
         if found is None:
             added.append(b'"' + name.encode() + b'":' + value)
@@ -218,7 +230,7 @@ class ParsedBody(RequestFacts, frozen=True, kw_only=True):
 
 
 def spliced(body: bytes, edits: list[Edit]) -> tuple[bytes | memoryview, ...]:
-    """Returns the pieces of `body` with these edits, which are in order and do not overlap."""
+    """Returns the pieces of `body` with these changes, which must be in order and must not overlap."""
     if not edits:
         return (body,)
     view = memoryview(body)
@@ -232,7 +244,10 @@ def spliced(body: bytes, edits: list[Edit]) -> tuple[bytes | memoryview, ...]:
 
 
 def guarded_members(body: bytes, found: list[tuple[str, Member]]) -> Slices[tuple[tuple[str, Member], ...]]:
-    """The transfer parameters and priorities in `found`. Raises BadBody for transfer parameters in engine arguments."""
+    """Returns the transfer parameters and priorities in `found`.
+
+    Raises BadBody if the arguments for the engine in `found` contain transfer parameters.
+    """
     for name, member in found:
         if name in _ARGUMENTS:
             yield from _check_arguments(body[member.start : member.end], name, *_ARGUMENTS[name])
@@ -240,7 +255,7 @@ def guarded_members(body: bytes, found: list[tuple[str, Member]]) -> Slices[tupl
 
 
 def _check_arguments(value: bytes, name: str, *path: str) -> Slices[None]:
-    """Raise BadBody for transfer parameters in `value`, the JSON value of `name`, or at `path` below it."""
+    """Raises BadBody if `value`, the JSON value of `name`, or the object at `path` in it has transfer parameters."""
     if not value.startswith(b"{"):
         return
     for inner, member in (yield from scan_every(value, path[:1] or TRANSFER)):
@@ -250,7 +265,10 @@ def _check_arguments(value: bytes, name: str, *path: str) -> Slices[None]:
 
 
 def as_bool(value: Any) -> bool | None:
-    """Returns a JSON value as the engine reads a boolean; null is false. None for a value that the engine rejects."""
+    """Returns a JSON value as the engine reads a boolean: null is false, `"yes"` and 1 are true.
+
+    Returns None for a value that the engine rejects.
+    """
     if value is None or isinstance(value, bool):
         return bool(value)
     if isinstance(value, int | float) and value in (0, 1):

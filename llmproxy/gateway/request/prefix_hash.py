@@ -29,10 +29,12 @@ from xxhash import xxh64_digest, xxh64_intdigest
 
 from llmproxy.gateway.http.routes import BodyKind
 
-# About 120 tokens, which an engine prefills in a millisecond. Blocks of half the size take 1.6 times as long to hash.
+# The length of a hashed block: about 120 tokens, which an engine prefills in a millisecond. Blocks of half the size
+# take 1.6 times as long to hash.
 BLOCK_BYTES = 512
 ID_BYTES = array("I").itemsize  # Bytes of one token id in the canonical bytes.
-# Half a million tokens, more than engines take. The rest of a longer prompt has no hashes and counts as not cached.
+# The maximum length of a chain: half a million tokens, more than engines take. The rest of a longer prompt has no
+# hashes and counts as not cached.
 BLOCKS_MAX = 4096
 
 # The members of a body that make up the prompt, in the order of the canonical bytes.
@@ -43,16 +45,19 @@ PROMPT_MEMBERS: Mapping[BodyKind, tuple[str, ...]] = {
     BodyKind.COMPLETION: ("prompt",),
 }
 SALT = "cache_salt"
-# The engine inserts a stored conversation, unknown here, between the instructions and the input of such a body.
+# The member of a `/v1/responses` body that names a stored conversation. The engine inserts that conversation, which the
+# proxy does not know, between the instructions and the input.
 PREVIOUS = "previous_response_id"
-# The engine drops the first line of a system text if the line begins with this.
+# The beginning of a line that the engine drops if it is the first line of a system text.
 HEADER = "x-anthropic-billing-header"
 _HEADER_BYTES = HEADER.encode()
 
-# Limits the time for a parsed body of tiny values to a few milliseconds. A message makes about three pieces.
+# The chain of a parsed body ends after this many pieces, so that a body of tiny values takes only a few milliseconds. A
+# message makes about three pieces.
 PIECES_MAX = 10_000
-DEPTH_MAX = 8  # Deeper values are taken as JSON; no real content is that deep.
-MESSAGE, PART, MEMBER, MEDIUM = b"\x1e", b"\x1d", b"\x1f", b"\x1c"  # The bytes before each of these.
+DEPTH_MAX = 8  # A value at this depth of a message is hashed as JSON; no real content is that deep.
+MESSAGE, PART, MEMBER, MEDIUM = b"\x1e", b"\x1d", b"\x1f", b"\x1c"
+"""The byte before each message, each further part of a content, each other member, and each image or sound."""
 # Members of messages and their parts: TEXT, MEDIA (an image or a sound), and SKIPPED, which templates leave out
 # (members for the API, and the reasoning of earlier turns).
 TEXT = frozenset({"content", "text", "output"})
@@ -67,7 +72,8 @@ SKIPPED = frozenset(
     {"type", "id", "tool_call_id", "call_id", "tool_use_id", "cache_control", "status", "detail", "index", "logprobs"}
     | {"reasoning", "reasoning_content", "thinking", "signature", "is_error"}
 )
-# Templates see no other members of a message. Other members of a part may be its content.
+# The depth of a message itself, where only MESSAGE_MEMBERS count in addition to text, media and calls: templates see no
+# other members. Other members of a part may be its content.
 MESSAGE_DEPTH = 1
 MESSAGE_MEMBERS = frozenset({"arguments", "input", "namespace"})
 CACHE_CONTROL = "cache_control"
@@ -77,12 +83,12 @@ ROLES = {role: MEMBER + b'role"%b"' % role.encode() for role in ("system", "user
 class Chain(Struct, frozen=True):
     """The hash chain of a prompt. A chain of BLOCKS_MAX blocks is full and does not change."""
 
-    # The hashes of the full blocks.
+    # The hashes of the full blocks, without model and adapter (see `hashes_on`).
     hashes: tuple[int, ...]
-    # The last hash and the bytes after the last full block, from which the chain continues.
+    # The last hash, and in `tail` the bytes after the last full block. The chain continues from both.
     last: int
     tail: bytes = b""
-    # The proxy's salt that replaces the client's in the body; None if the proxy sets no salt.
+    # The proxy's salt that replaces the client's salt in the body; None if the proxy sets no salt.
     salt: str | None = None
 
     def extended(self, text: bytes) -> Chain:
@@ -97,7 +103,10 @@ class Chain(Struct, frozen=True):
         return Chain((*self.hashes, *hashes), last, b"" if full else data[blocks * BLOCK_BYTES :], self.salt)
 
     def hashes_on(self, model: str, adapter: str | None) -> tuple[int, ...]:
-        """The hashes for `model` and `adapter`. Different models, adapters or salts share no cached block."""
+        """Returns the block hashes for `model` and `adapter` (None: no adapter).
+
+        Different models, adapters or salts share no hash.
+        """
         if not self.hashes:
             return ()
         mark = xxh64_intdigest(orjson.dumps([model, adapter] if self.salt is None else [model, adapter, self.salt]))
@@ -105,7 +114,10 @@ class Chain(Struct, frozen=True):
 
 
 class SystemText:
-    """Passes a text that arrives in pieces to `sink`. A first line that begins with HEADER is left out."""
+    """Passes a system text that arrives in pieces to `sink`, without a first line that begins with HEADER.
+
+    Call `end` after the last piece.
+    """
 
     def __init__(self, sink: Callable[[bytes], object]) -> None:
         self._sink = sink
@@ -138,9 +150,9 @@ class _DenseError(Exception):
 
 
 def prompt_chain(fields: Mapping[str, Any], kind: BodyKind) -> Chain:
-    """Returns the chain of a parsed body; empty for an endpoint without a prompt. Invalid values are no error.
+    """Returns the chain of a parsed body; empty for an endpoint without a prompt.
 
-    The chain ends early after PIECES_MAX pieces.
+    Invalid values raise nothing: the engine reports them. The chain ends early after PIECES_MAX pieces.
     """
     out: list[bytes] = []
     try:
@@ -158,12 +170,12 @@ def prompt_chain(fields: Mapping[str, Any], kind: BodyKind) -> Chain:
 
 
 def answer_bytes(answer: Any, kind: BodyKind) -> bytes:
-    """Returns the canonical bytes of an answer. The next prompt of a conversation begins with the prompt and these
-    bytes.
+    """Returns the canonical bytes of an answer.
 
-    `answer` is the part that the client will send back: the message of a chat choice, the `content` list of an
-    Anthropic message, the `output` list of a response, or the text of a completion. Empty if the chain of the next
-    request would end early.
+    The next prompt of a conversation begins with the previous prompt and these bytes. `answer` is the part that the
+    client will send back: the message of a chat choice, the `content` list of an Anthropic message, the `output` list
+    of a response, or the text of a completion. Empty if the answer has more than PIECES_MAX pieces or cannot be
+    encoded.
     """
     out: list[bytes] = []
     try:
@@ -179,7 +191,10 @@ def answer_bytes(answer: Any, kind: BodyKind) -> bytes:
 
 
 def empty_chain(salt: Any) -> Chain:
-    """The empty chain of a body with this `cache_salt`. A salt that is not a string counts as none."""
+    """Returns a chain without blocks for a body with this `cache_salt`.
+
+    A salt that is not a string counts as absent.
+    """
     return Chain((), xxh64_intdigest(salt.encode() if isinstance(salt, str) else b""))
 
 
@@ -282,7 +297,10 @@ def _item(out: list[bytes], item: dict[str, Any], depth: int, system: bool) -> N
 
 
 def id_bytes(ids: list[Any]) -> bytes:
-    """The canonical bytes of token ids. Raises TypeError or OverflowError for values that no engine accepts as ids."""
+    """Returns the canonical bytes of token ids.
+
+    Raises TypeError or OverflowError for values that no engine accepts as ids.
+    """
     if bool in map(type, ids):
         raise TypeError("an array takes true for 1")
     return array("I", ids).tobytes()

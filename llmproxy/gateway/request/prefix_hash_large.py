@@ -1,7 +1,8 @@
 """Computes the chain of `prefix_hash` for a large body, in slices.
 
-A parser would block the loop. Instead, one pass over the JSON writes the canonical bytes value by value, and long
-strings piece by piece. It reads at most two megabytes of text, and the media and skipped members in between.
+A parser would block the event loop. Instead, this module passes over the JSON once and hashes the canonical bytes value
+by value, and long strings piece by piece. It reads at most two megabytes of text, and the media and skipped members in
+between.
 """
 
 from __future__ import annotations
@@ -62,11 +63,12 @@ _STRING = re.compile(
 def large_prompt_chain(
     body: bytes, members: Mapping[str, Member], kind: BodyKind, slice_bytes: int = SLICE_BYTES
 ) -> Slices[Chain]:
-    """The chain of a body of any size, in which `members` are its PROMPT_MEMBERS, PREVIOUS and SALT.
+    """Returns the chain of a body of any size.
 
-    Equal to `prompt_chain`, except if an object repeats a member name or the body has more than PIECES_MAX pieces;
-    clients send neither. The chain ends early if the JSON is invalid, which the engine reports, or has more than
-    _VALUES_MAX values. Yields after at most about `slice_bytes` (16 or more) of text or 1,024 values.
+    `members` must contain its PROMPT_MEMBERS, PREVIOUS and SALT, as far as the body has them. The result equals
+    `prompt_chain`, except if an object repeats a member name or the body has more than PIECES_MAX pieces; clients send
+    neither. The chain ends early if the JSON is invalid, which the engine reports, or has more than _VALUES_MAX values.
+    Yields after at most about `slice_bytes` (16 or more) of text or 1,024 values.
     """
     try:
         begin = empty_chain(_salt(body, members.get(SALT)))
@@ -148,7 +150,7 @@ class _CanonicalReader:
         self._written_bytes += len(text)
 
     def _due(self) -> bool:
-        """Whether a pause is due. If so, the written bytes have been added to the chain."""
+        """Returns whether the caller should yield now. If so, the written bytes have been added to the chain."""
         if self._values < self._values_due and self._written_bytes < self._bytes_due:
             return False
         if self._values > _VALUES_MAX or len(self.chain().hashes) == BLOCKS_MAX:
@@ -158,7 +160,7 @@ class _CanonicalReader:
         return True
 
     def _next(self, skipped: re.Pattern[bytes]) -> int:
-        """Move to the next byte that is not `skipped`, and return it."""
+        """Moves to the next byte that `skipped` does not match, and returns this byte. Raises _EndError at the end."""
         match = skipped.match(self._body, self._at, min(self._at + PARSE_BYTES_MAX, self._end))
         assert match is not None  # The patterns match the empty string too.
         self._at = match.end()
@@ -169,7 +171,7 @@ class _CanonicalReader:
         return self._body[self._at]
 
     def _list(self, read: Callable[[], Slices[None]]) -> Slices[None]:
-        """Reads the list at the present position, with one call of `read` for each item."""
+        """Reads the list at the current position, with one call of `read` for each item."""
         self._at += 1
         while self._next(_SEPARATORS) != 0x5D:
             yield from read()
@@ -320,7 +322,10 @@ class _CanonicalReader:
                 self._write(b"".join(written))
 
     def _json(self, sink: _Sink, outside: int = 0) -> Slices[None]:
-        """Passes the next value to `sink` as orjson would write it. `outside` is the number of containers around it."""
+        """Passes the next value to `sink`, written as orjson would.
+
+        `outside`: the number of containers around the value.
+        """
         depth = 0
         while True:
             first = self._next(_BLANKS)
@@ -357,7 +362,7 @@ class _CanonicalReader:
         return bytes(memoryview(orjson.dumps(orjson.loads(match.group()))))  # A copy, as in `_item` of `prefix_hash`.
 
     def _string(self, sink: _Sink, *, as_json: bool) -> Slices[None]:
-        """Passes the text of the next string to `sink`, without quotes; with `as_json`, escaped as orjson does."""
+        """Passes the text of the next string to `sink`, without its quotes. `as_json`: escaped as orjson does."""
         body, end = self._body, self._end
         self._at += 1
         while True:

@@ -1,4 +1,4 @@
-"""Limits that a tenant or a model sets for a single request: the tokens of the prompt and of the answer."""
+"""The limits of a tenant or a model for a single request: the tokens of the prompt and of the answer."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ from llmproxy.gateway.http.routes import BodyKind, Route, Work
 from llmproxy.gateway.request.parsed_body import LIMITS, ParsedBody
 
 _WRITTEN = frozenset({BodyKind.CHAT, BodyKind.COMPLETION, BodyKind.RESPONSES, BodyKind.MESSAGES})
-"""Bodies into which the limit of an answer is written if they have none."""
+"""The kinds of bodies into which the proxy writes the limit of the answer if the client gave none."""
 _BATCH = "/v1/chat/completions/batch"
 COMPLETION_TOKENS = 16
-"""vLLM's limit for a completion without `max_tokens`. If `max_tokens` is null, only the context limits it."""
+"""vLLM's default `max_tokens` of a completion.
+
+If `max_tokens` is null, the answer is limited only by the context length.
+"""
 
 
 class RequestLimits:
-    """The request limits of one configuration. The object is false if there are no limits."""
+    """The limits of one configuration for single requests. `bool()` is False if there are none."""
 
     def __init__(self, config: Config) -> None:
         self._tenants = {one.name: one.limits for one in config.tenants if _has_request_limit(one.limits)}
@@ -34,7 +37,11 @@ class RequestLimits:
         return bool(self._tenants or self._models)
 
     def apply(self, route: Route, parsed: ParsedBody, tenant: str, target: Target, estimator: Estimator) -> ParsedBody:
-        """Check a body against its limits, and set the limit of its answer if it has none. Raises Failure (400)."""
+        """Returns `parsed`, with the configured limit of the answer added if the client gave none.
+
+        Raises Failure (400) if the prompt is too long, or the client asks for a longer answer than its tenant or model
+        allows.
+        """
         of_tenant, of_model = f"tenant {tenant}", f"model {target.requested[:200]}"
         sources = [(of_tenant, self._tenants.get(tenant))]
         sources += [(of_model, self._models.get(name)) for name in dict.fromkeys((target.requested, target.model))]
@@ -76,7 +83,7 @@ class RequestLimits:
 
 
 def _at_least(facts: RequestFacts, bytes_per_token: float) -> int:
-    """A low estimate of the tokens of a prompt, so that no prompt is refused by mistake.
+    """Returns a low estimate of the tokens of a prompt, so that no prompt is refused by mistake.
 
     The learned bytes per token are too small for long prompts if the engine's template adds text to short messages.
     """

@@ -46,7 +46,7 @@ class Follower:
     async def _look(self) -> None:
         while True:
             try:
-                backends = await self.source.look()
+                backends = await self.source.query()
             except SourceFailedError as error:
                 self.failures.append(str(error))
             else:
@@ -411,7 +411,7 @@ async def test_outside_of_a_cluster_the_server_must_be_named(tmp_path: Path, mon
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     source = KubernetesSource(BackendConfig(url="kubernetes+http://service/vllm"), KubernetesApi(None, tmp_path))
     with pytest.raises(SourceFailedError, match=r"discovery\.kubernetes_api"):
-        await source.look()
+        await source.query()
     await source.close()
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "fd00::1")
     assert KubernetesApi(None)._server() == "https://[fd00::1]:443"

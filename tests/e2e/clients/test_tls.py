@@ -294,7 +294,7 @@ async def test_new_authorities_are_believed_and_old_ones_no_more(
     gpu: Gpu,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("llmproxy.upstream.endpoints.LOOK_S", 0.01)
+    monkeypatch.setattr("llmproxy.upstream.endpoints.CHECK_S", 0.01)
     file, other = tmp_path / "authorities.pem", trustme.CA()
     file.write_bytes(other.cert_pem.bytes())
     tls = {"ca": str(file), "server_name": "gpu.internal"}

@@ -15,16 +15,17 @@ from llmproxy.scheduling.lease import Lease
 
 
 class SplitServing:
-    """The steps that a split request has before and after each attempt. `backends` are all backends by name."""
+    """The steps before and after each attempt of a split request. `backends` maps names to all backends."""
 
     def __init__(self, backends: Mapping[str, BackendConfig]) -> None:
         self._backends = backends
         self._warnings = Warnings()
 
     async def take(self, context: RequestContext, lease: Lease) -> Handover | None:
-        """Returns the result of the prefill for the attempt of `lease`, None unless that is the decode stage.
+        """Returns the result of the prefill if the attempt of `lease` is the decode stage, otherwise None.
 
-        The result is valid for one decode only.
+        The result serves only one decode, so `context.handover` becomes None. If the request starts again, because the
+        backend reserved for the decode stage is gone, the prompt is freed.
         """
         if lease.grant.request.stage is not Stage.DECODE:
             # The backend reserved for the decode stage is gone, and the request starts again.
@@ -33,9 +34,10 @@ class SplitServing:
         return handover
 
     def usable(self, handover: Handover, attempt: Attempt, lease: Lease, url: str) -> Handover | None:
-        """Returns `handover` if the decode backend at `url` can fetch the prompt.
+        """Returns `handover` if the decode backend at `url` can fetch the prompt, otherwise None.
 
-        Otherwise returns None: the backend computes the prompt itself, or the attempt has failed.
+        If the prefill engine may have freed the prompt, the decode backend computes the prompt itself. If the decode
+        backend cannot reach the prefill engine, `attempt` fails without a call.
         """
         if handover.too_late(lease.grant.at_s):
             # The prefill engine may have freed the blocks, so the decode engine computes the prompt itself.
@@ -48,14 +50,14 @@ class SplitServing:
         return handover
 
     def keep(self, context: RequestContext, backend: BackendConfig, grant: Grant) -> None:
-        """Keep the result of a prefill for the decode stage."""
+        """Keeps the result of a prefill in `context.handover` for the decode stage. Does nothing after another call."""
         call = context.call
         if call is not None and call.parameters is not None:
             now, answers_on = asyncio.get_running_loop().time(), grant.placed.answers_on
             context.handover = Handover(backend.name, backend.url, call.parameters, now, answers_on)
 
     def note(self, context: RequestContext, attempt: Attempt, grant: Grant) -> None:
-        """Note whether the request was served split, or why not, and warn of a stage that failed."""
+        """Records whether the request was served split, or why not, and logs a warning about a stage that failed."""
         record = context.record
         if attempt.split is not None:
             self._warnings.note(attempt.split, grant.placed.backend, attempt)
@@ -66,7 +68,7 @@ class SplitServing:
             record.split = Split.WHOLE
 
     async def release(self, context: RequestContext) -> None:
-        """Free the prompt of a handover whose decode stage does not happen."""
+        """Frees the prompt of a prefill whose decode stage does not happen. Raises nothing."""
         handover, context.handover = context.handover, None
         if handover is not None and context.request is not None:
             backend = self._backends.get(handover.answers_on or "")

@@ -16,7 +16,10 @@ from llmproxy.upstream.port import Exchange
 
 
 async def take_prefill(attempt: Attempt, lease: Lease, exchange: Exchange, call: Call, connector: KvConnector) -> None:
-    """Keep the transfer parameters of the answer in `call`. The attempt fails without them."""
+    """Reads the answer to a prefill, and keeps its transfer parameters in `call`.
+
+    Without usable parameters, the attempt fails. Raises UpstreamBroken, and TimeoutError if the call was cut.
+    """
     attempt.enter(AttemptState.HELD)
     # Some answers repeat members of the request, so a long request may get a long answer.
     bytes_max = BUFFERED_BYTES_MAX + sum(map(len, call.body))

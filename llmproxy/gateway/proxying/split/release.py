@@ -1,4 +1,4 @@
-"""Frees the computed prompt of a split request whose client left before the answer began.
+"""Frees the computed prompt of a split request that will have no decode stage, for example because the client left.
 
 The prefill engine keeps the KV blocks of the prompt. The decode engine frees the blocks when the request finishes or is
 rejected. Otherwise they stay until the KV lease expires.
@@ -20,12 +20,18 @@ from llmproxy.upstream.own_requests import post
 from llmproxy.upstream.port import ConnectFailed, Upstream, UpstreamBroken
 
 PREFILL_GRACE_S = 1.0
-"""How long the proxy still reads a prefill whose client left. An engine notices a disconnect after its current step.
-If that was the last step, the engine keeps the blocks, and only its answer says how to free them."""
+"""How long the proxy still reads the answer to a prefill whose client left.
+
+An engine notices a disconnect after its current step. If that step was the last, the engine keeps the blocks, and only
+its answer says how to free them.
+"""
 DECODE_GRACE_S = 0.25
-"""How long a decode stage runs at least. An engine that has not read the request yet cannot ask for the blocks to be
-freed."""
-RELEASE_S = 1.0  # How long a release may take. If it fails, the blocks are freed when their KV lease expires.
+"""How long a decode stage runs at least, also if the client leaves.
+
+An engine that has not read the request yet does not free the blocks.
+"""
+RELEASE_S = 1.0
+"""How long the request of a release may take. If it fails, the blocks are freed when their KV lease expires."""
 PATH = "/v1/completions"
 ANSWER_BYTES_MAX = 64 << 10
 
@@ -33,7 +39,7 @@ _log = structlog.get_logger()
 
 
 async def shield_for(work: Coroutine[Any, Any, None], left_s: Callable[[], float]) -> None:
-    """Run `work`, and shield it from a cancellation of the caller for `left_s()` seconds. Then `work` is cancelled.
+    """Runs `work`. If the caller is cancelled, `work` may run for another `left_s()` seconds, and is then cancelled.
 
     A second cancellation ends `work` at once. Raises the error of `work`, or CancelledError.
     """
@@ -56,7 +62,7 @@ async def shield_for(work: Coroutine[Any, Any, None], left_s: Callable[[], float
 
 
 class Releaser:
-    """Asks engines to free computed prompts. Logs one warning for each pair of backends where that fails."""
+    """Asks engines to free computed prompts. Logs one warning for each pair of backends for which this fails."""
 
     def __init__(self, upstream: Upstream, config: Config, connector: KvConnector) -> None:
         self._upstream = upstream
@@ -65,10 +71,11 @@ class Releaser:
         self._warned: set[tuple[str, str]] = set()
 
     async def release(self, handover: Handover, backend: BackendConfig | None, model: str) -> None:
-        """Free the prompt of `handover` on its prefill engine, through `backend`, the engine for the decode stage.
+        """Frees the prompt of `handover` on its prefill engine. Raises nothing.
 
-        Sends a request for zero tokens with the transfer parameters. The decode engine rejects it at once, and frees
-        the blocks as for any rejected request. Raises nothing.
+        `backend` is the engine for the decode stage (None: do nothing). It gets a request for zero tokens with the
+        transfer parameters, rejects it at once, and frees the blocks as for any rejected request. Nothing is sent if
+        the decode engine cannot reach the prefill engine, or if the blocks may already belong to another prompt.
         """
         value = handover.parameters.value
         if backend is None or value is None or not self._frees_refused:

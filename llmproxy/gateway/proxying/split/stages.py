@@ -20,13 +20,16 @@ from llmproxy.scheduling.attempt import Attempt, Split
 from llmproxy.scheduling.lease import Lease
 
 OPENING_EVENTS: Mapping[BodyKind, int] = {BodyKind.CHAT: 1, BodyKind.RESPONSES: 2, BodyKind.MESSAGES: 1}
-"""The number of events that only announce a stream. An engine sends them before it knows whether it can fetch the KV
-cache of the prompt."""
-WARNINGS_MAX = 1_000
-"""The number of pairs of cause and backend that are remembered, so that each warning is logged once."""
+"""The number of events that only announce a stream.
+
+An engine sends these events before it knows whether it can fetch the KV cache of the prompt.
+"""
+WARNINGS_MAX = 1_000  # The maximum number of different warnings (cause and backend). Each is logged once.
 PREFILL_LIMIT_S, PREFILL_LATE = 30.0, 5.0
-"""Prefill timeout: at least 30 s, and at least 5 times the predicted p90 of the time to first token. A prefill has no
-stream whose silence would show that the backend hangs."""
+"""A prefill may take 30 s, or 5 times the predicted p90 of the time to first token if that is longer.
+
+A prefill has no stream whose silence would show that the backend hangs.
+"""
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 _HINTS = {
     Split.NO_PARAMETERS: "start it with --kv-transfer-config, or give it the role both",
@@ -47,30 +50,33 @@ class Handover:
     backend: str
     url: str
     parameters: Parameters
-    # When the prefill ended, in seconds of the loop's clock.
+    # When the prefill ended, in seconds on the event loop's clock.
     at_s: float
-    # The backend on which a place was reserved for the decode stage.
+    # The backend that is reserved for the decode stage; None if none is reserved.
     answers_on: str | None = None
 
     def too_late(self, now: float) -> bool:
-        """Whether the engine may have freed the KV blocks already."""
+        """Returns whether the prefill engine may already have freed the KV blocks."""
         return self.parameters.age_max_s is not None and now - self.at_s > self.parameters.age_max_s
 
     def unreachable_from(self, url: str) -> bool:
-        """Whether the prefill engine gave a loopback address, and the engine at `url` runs on another machine."""
+        """Returns whether the engine at `url` cannot reach the prefill engine.
+
+        This is so if the prefill engine gave a loopback address and the engine at `url` is on another machine.
+        """
         first, second = urlsplit(self.url).hostname, urlsplit(url).hostname
         same = first == second or {first, second} <= _LOOPBACK
         return self.parameters.host in _LOOPBACK and not same
 
 
 def prefill_limit_s(grant: Grant) -> float:
-    """The prefill timeout of a grant."""
+    """Returns how many seconds the prefill of a grant may take."""
     predicted = grant.placed.ttft
     return max(PREFILL_LIMIT_S, PREFILL_LATE * (0.0 if predicted is None else predicted.p90_s))
 
 
 def fail_handover(attempt: Attempt, error: NotHandedOver) -> None:
-    """Fail a prefill whose answer has no usable transfer parameters."""
+    """Fails a prefill attempt whose answer has no usable transfer parameters."""
     attempt.detail = error.message
     attempt.split = Split.NO_PARAMETERS if error.missing else Split.BAD_PARAMETERS
     message = "The backend did not say where the KV cache of the prompt is."
@@ -79,7 +85,7 @@ def fail_handover(attempt: Attempt, error: NotHandedOver) -> None:
 
 
 def refuse_unreachable(attempt: Attempt, handover: Handover, lease: Lease) -> None:
-    """Fail a decode stage without a call, because its backend cannot reach the prefill engine."""
+    """Fails a decode attempt without a call, because its backend cannot reach the prefill engine."""
     attempt.split, attempt.unsplit, attempt.status = Split.UNREACHABLE, True, 502
     host = handover.parameters.host
     attempt.detail = f"{handover.backend} names {host} as its host, and {lease.backend} is on another machine"
@@ -89,9 +95,10 @@ def refuse_unreachable(attempt: Attempt, handover: Handover, lease: Lease) -> No
 
 
 def decide_stage_retry(attempt: Attempt, stage: Stage) -> None:
-    """Decide whether a failed prefill or decode stage is retried split, whole, or not at all.
+    """Decides whether a failed prefill or decode stage is retried split, retried on one backend, or not retried.
 
-    Does nothing for a stage that succeeded, has begun its answer or has a cause in `attempt.split` already.
+    Sets `attempt.split`, `attempt.unsplit` and `attempt.again`. Does nothing for a stage that succeeded, whose answer
+    has begun, or whose `attempt.split` is already set.
     """
     if attempt.committed or attempt.outcome in (Outcome.COMPLETED, Outcome.INTERNAL) or attempt.split is not None:
         return
@@ -112,7 +119,7 @@ def decide_stage_retry(attempt: Attempt, stage: Stage) -> None:
 
 
 class Warnings:
-    """Logs one warning for each cause and backend when a split request fails in a stage."""
+    """Logs a warning when a stage of a split request fails, once for each cause and backend."""
 
     def __init__(self) -> None:
         self._written: dict[tuple[Split, str], None] = {}
