@@ -12,7 +12,7 @@ import structlog
 import uvloop
 
 from llmproxy.app import Proxy, running
-from llmproxy.backends.state_file import AUTO, NONE, StateFile, folder_of, log_old_file, place
+from llmproxy.backends.state_file import AUTO, NONE, StateFile, folder_of, log_old_file, state_path
 from llmproxy.config import Config, ConfigError, unused_settings
 from llmproxy.config.reload import Reread
 from llmproxy.lifecycle import GC_THRESHOLDS, early_signals
@@ -41,7 +41,7 @@ async def _serve(config: Config, reread: Reread | None) -> int:
     try:
         sockets = Sockets.from_environment(os.environ, os.getpid())
         signals = ProcessSignals(sockets)
-        path = place(config.state_file, os.environ, config.host, config.port)
+        path = state_path(config.state_file, os.environ, config.host, config.port)
         if config.state_file == AUTO:
             log_old_file(path)
         state = None if path is None else StateFile(path)

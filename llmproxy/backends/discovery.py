@@ -20,7 +20,7 @@ from llmproxy.backends.kubernetes.api import KubernetesApi
 from llmproxy.backends.kubernetes.extension_objects import ExtensionObjects
 from llmproxy.backends.kubernetes.source import KubernetesSource
 from llmproxy.backends.registry import BackendRegistry
-from llmproxy.backends.source import BACKENDS_MAX, BackendSource, RefusedLog, SourceFailedError, place_of
+from llmproxy.backends.source import BACKENDS_MAX, BackendSource, RefusedLog, SourceFailedError, host_port
 from llmproxy.config import (
     DNS,
     SRV,
@@ -117,11 +117,13 @@ class DnsSource:
         backends, refused = [], {}
         for host, port in sorted(self._misses):
             try:
-                place = place_of(host, port) + self._path
+                address = host_port(host, port) + self._path
             except ValueError as error:
                 refused[f"{host}:{port}"] = str(error)
             else:
-                backends.append(self._template.model_copy(update={"url": f"{self._scheme}://{place}", "name": place}))
+                backends.append(
+                    self._template.model_copy(update={"url": f"{self._scheme}://{address}", "name": address})
+                )
         self._refused.log(self._template.url, refused)
         return backends
 

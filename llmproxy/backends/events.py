@@ -187,7 +187,7 @@ class BackendLog(BackendObserver):
                 "no_backend_up",
                 backends=list(self._up)[:20],
                 held_s=min(queue.no_backend_wait_s, queue.startup_wait_s),
-                hint="backend_down names each failed poll; until a backend is up, requests wait for held_s, then get 503",
+                hint="backend_down names each failed poll; while no backend is up, requests wait held_s and get 503",
             )
 
     def _log_health(self, backend: str, why: str) -> None:

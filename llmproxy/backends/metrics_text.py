@@ -1,7 +1,7 @@
 """Parses a backend's `/metrics` page into a `Reading`, in slices that do not block the event loop.
 
 A page of vLLM has about 70 kB of histograms, and each backend is scraped up to five times a second. A general parser
-would cost more than the proxying itself, so this one looks only at the lines that it needs.
+would cost more than the proxying itself, so this parser reads only the lines that it needs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ METRIC_NAMES: tuple[str, ...] = tuple(
     name.decode()
     for name in (RUNNING, WAITING, KV_USED, KV_USED_OLD, CACHE_CONFIG, LORA_INFO, WAITING_BY_REASON, GENERATED)
 )
-"""Names of the metrics that a scrape requests, if the backend can filter its page."""
+"""The names of the metrics that a scrape asks for, if the backend can filter its page."""
 
 _OTHER_NAMES = (
     (b"ray_vllm_", b"vllm:"),
@@ -34,10 +34,10 @@ _OTHER_NAMES = (
     (b"sglang:num_queue_reqs", WAITING),
     (b"sglang:token_usage", KV_USED),
 )
-"""(Other name, vLLM's name) of a series: the names of Ray Serve, of collectors that allow no colon, and of SGLang."""
+"""Other name of a series -> vLLM's name: the names of Ray Serve, of collectors that allow no colon, and of SGLang."""
 
 LABELS_BYTES_MAX = 64 << 10
-"""Maximum bytes of labels in a series. vLLM's longest labels have 1 KB, plus the names of the waiting adapters."""
+"""The maximum bytes of the labels of a series. vLLM's longest labels have 1 KB, plus the names of waiting adapters."""
 
 _LINES_PER_SLICE = 256
 _LABELS_BYTES_PER_SLICE = 4 << 10
@@ -51,11 +51,12 @@ _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 
 
 def parse_reading(text: bytes, taken_at_s: float) -> Generator[None, None, Reading | None]:
-    """Parses the load of one backend from its metrics page. `taken_at_s` is the time when the scrape was sent.
+    """Parses the load of one backend from its metrics page.
 
-    If the page covers several engines, requests and tokens are summed, and KV cache usage is averaged. Returns None for
-    a page without running and waiting requests: it is no vLLM page, and zeroes would mean an idle engine. Yields after
-    at most some milliseconds of work. Raises ValueError, with a reason for people, if labels exceed LABELS_BYTES_MAX.
+    `taken_at_s` is the time when the scrape was sent. If the page covers several engines, requests and tokens are
+    summed, and the KV cache usage is averaged. Returns None for a page without running and waiting requests: it is no
+    vLLM page, and zeroes would mean an idle engine. Yields after at most some milliseconds of work. Raises ValueError,
+    with a reason for people, if labels exceed LABELS_BYTES_MAX.
     """
     if RUNNING not in text:
         text = yield from _in_our_names(text)
@@ -89,7 +90,7 @@ def _in_our_names(text: bytes) -> Generator[None, None, bytes]:
 
 
 def is_filtered(text: bytes) -> bool:
-    """Returns whether the server applied the filter, so that the page has only the requested series.
+    """Returns whether a metrics page has only the requested series, so the server applied the filter.
 
     An unfiltered page begins with metrics of the server's own process.
     """
@@ -98,7 +99,7 @@ def is_filtered(text: bytes) -> bool:
 
 
 def _samples(text: bytes, name: bytes) -> Iterator[tuple[bytes, bytes] | None]:
-    """Yields each line of the metric `name` as (labels, rest of the line), and None when the caller should pause."""
+    """Yields each line of the metric `name` as (labels, rest of the line). Yields None when the caller should pause."""
     at, names = -1, 0
     while (at := text.find(name, at + 1)) >= 0:
         names += 1
@@ -127,7 +128,7 @@ def _number(rest: bytes) -> float | None:
 
 
 def _values(text: bytes, name: bytes, label: bytes = b"") -> Generator[None, None, list[float]]:
-    """Returns the values of a metric, of series with `label` in their labels."""
+    """Returns the values of a metric. `label`: only series whose labels contain this text."""
     values = []
     for sample in _samples(text, name):
         if sample is None:

@@ -12,15 +12,15 @@ from llmproxy.core.backends.catalogue import NAME_CHARS_MAX
 from llmproxy.core.domain import Listing, ModelCard
 
 CARDS_MAX = 10_000
-CARD_BYTES_MAX = 32 << 10  # Maximum bytes of one model card. A card of vLLM has 0.5 KB.
+CARD_BYTES_MAX = 32 << 10  # The maximum bytes of one model card. A card of vLLM has 0.5 KB.
 COMMAS_MAX = 1 << 18
-"""Maximum number of commas in an answer: each may add a value, which costs a Python object. A card of vLLM has 23."""
+"""The maximum number of commas in an answer, because each may add a Python object. A card of vLLM has 23."""
 
 _SLICE_BYTES = 32 << 10
 
 
 class _List(msgspec.Struct):
-    """A model list whose cards are not parsed yet: finding the cards costs a tenth of parsing them."""
+    """A model list whose cards are not parsed yet. Finding the cards costs a tenth of parsing them."""
 
     data: list[msgspec.Raw]
 
@@ -29,11 +29,11 @@ _DECODER = msgspec.json.Decoder(_List)
 
 
 def parse_listing(body: bytes, taken_at_s: float) -> Generator[None, None, Listing]:
-    """Parses the model cards in their order, with all their fields.
+    """Parses the answer to `/v1/models` into model cards, in their order and with all their fields.
 
-    A card without a `parent` is a base model. Yields after at most some milliseconds of work. Raises ValueError, with a
-    reason for people, if the answer is no model list or exceeds `CARDS_MAX`, `COMMAS_MAX` or, in a card,
-    `CARD_BYTES_MAX`.
+    `taken_at_s` is the time when the request was sent. A card without a `parent` is a base model. Yields after at most
+    some milliseconds of work. Raises ValueError, with a reason for people, if the answer is no model list or exceeds
+    CARDS_MAX, COMMAS_MAX or, in a card, CARD_BYTES_MAX.
     """
     if (commas := body.count(b",")) > COMMAS_MAX:
         raise ValueError(f"the model list has {commas} commas, more than the {COMMAS_MAX} that are accepted")

@@ -24,11 +24,22 @@ from llmproxy.upstream.own_requests import post
 from llmproxy.upstream.port import ConnectFailed, Upstream, UpstreamBroken
 
 PATH = "/v1/completions"
-PROMPT_TOKENS = 256  # Longer than a KV cache block of any engine, because some engines transfer only whole blocks.
+PROMPT_TOKENS = 256
+"""The length of the transferred prompt.
+
+It is longer than a KV block of any engine, because some engines transfer only whole blocks.
+"""
 TOKENS_KNOWN = 1_000
-"""Every vocabulary has this many tokens. Each warm-up prompt repeats another token, so that no prefix cache has it."""
-FIRST_TOKENS = 8  # Length of the first prompt: less than a block, so that no part of the full prompt gets cached.
-LIMIT_S = 30.0
+"""Every vocabulary has at least this many tokens.
+
+Each warm-up repeats a different token, so that no prefix cache has the prompt.
+"""
+FIRST_TOKENS = 8
+"""The length of the prompt that is sent first.
+
+It is shorter than a KV block, so that no part of the full prompt gets cached.
+"""
+LIMIT_S = 30.0  # The longest warm-up of a pair, in seconds.
 ANSWER_BYTES_MAX = 64 << 10
 
 Pair = tuple[str, str]
@@ -36,10 +47,10 @@ _log = structlog.get_logger()
 
 
 class PairWarmUp(BackendObserver):
-    """Connects each pair of backends once, after either backend has started, one pair at a time, until `close`.
+    """Connects each pair of a prefill and a decode backend once after either has started, until `close`.
 
-    `backends` maps names to backends and may change at any time. `config` returns the current configuration. A failed
-    pair is not retried: the first split request shows the error.
+    One pair is connected at a time. The mapping `backends` may change at any time. `config` returns the current
+    configuration. A failed pair is not retried: the first split request shows the error.
     """
 
     def __init__(
@@ -59,7 +70,10 @@ class PairWarmUp(BackendObserver):
         self._listed.add(backend)
 
     def answered(self, backend: str) -> None:
-        """Warms up the pairs of a backend at its first healthy poll after its first model list."""
+        """Warms up the pairs of a backend at its first healthy poll after each new model list.
+
+        A pair that is connected already is left out.
+        """
         if backend not in self._listed:
             return
         # Partners may still be down; their own first answer starts the warm-up then.
@@ -83,7 +97,7 @@ class PairWarmUp(BackendObserver):
             await asyncio.gather(self._task, return_exceptions=True)
 
     def _new(self, config: Config) -> Iterator[Pair]:
-        """Yields the unconnected pairs of one pool whose backends are both up."""
+        """Yields the pairs that are not connected yet, in the same pool and with both backends up."""
         scheduling = config.scheduling
         if not scheduling.warm_up_pairs or scheduling.disaggregation == "never" or not _connector(config).asks:
             return

@@ -1,8 +1,8 @@
 """Polls the health, models and load of each backend, in one task per backend.
 
-A poll requests health and models when they are due, then the metrics. It ends with exactly one event: `answered`, or
-`troubled` after the first failed request. Unreadable metrics are no failure, because old metrics expire; a request to
-`/health` then shows whether the backend is healthy. A busy backend is scraped several times a second. The load of an
+A poll requests health and models when they are due, then the metrics. A poll ends with exactly one event: `answered`,
+or `troubled` after the first failed request. Unreadable metrics are no failure, because old metrics expire; a request
+to `/health` then shows whether the backend is healthy. A busy backend is scraped several times a second. The load of an
 idle backend does not change, so its metrics are scraped together with its health.
 """
 
@@ -33,23 +33,28 @@ from llmproxy.lifecycle.background import supervised
 from llmproxy.lifecycle.descriptors import errno_reason
 from llmproxy.upstream.port import ConnectFailed, InvalidResponse, Upstream, UpstreamBroken, read_response_body
 
-BODY_BYTES_MAX = 4 << 20  # Maximum bytes read of an answer. A page of vLLM has 0.1 MB, a list of 8,000 adapters 4 MB.
+BODY_BYTES_MAX = 4 << 20
+"""The maximum bytes of an answer. A metrics page of vLLM has 0.1 MB, a list of 8,000 adapters 4 MB."""
 
 FAST_BYTES_MAX = 32 << 10
-"""A filtered page that is larger than this costs the engine too much: it is scraped as rarely as the full page."""
+"""A filtered page that is larger costs the engine too much, so it is scraped as rarely as the full page."""
 
 HEALTH_INTERVAL_S = 1.0
 REPROBE_INTERVAL_S = 10.0
-"""Interval between tries of a better metrics page: a backend may be replaced without ever refusing a poll."""
+"""The seconds between two tries of a better metrics page.
+
+Another server may take the place of a backend without ever refusing a poll.
+"""
 
 LIMIT_ASKS_MAX = 3
-"""Maximum number of tries to read an engine's configuration: vLLM inspects its machine before the first answer."""
-LIMIT_PAUSE_S = 10.0  # The pause between two of these tries, also if a backend restarts again and again.
+"""The maximum number of tries to read an engine's configuration. vLLM inspects its machine before the first answer."""
+LIMIT_PAUSE_S = 10.0
+"""The seconds between two tries to read an engine's configuration, also if the backend restarts again and again."""
 
 GZIP_OR_ZLIB = 32  # Added to the window size of zlib, which then recognizes either header.
 
 NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG")
-"""OpenSSL's reasons for an answer that is no TLS."""
+"""OpenSSL's reasons for an answer that is not TLS."""
 
 # Without the slash, vLLM ignores the filter, which costs the engine's event loop twenty times as much.
 FILTERED_PATH = "/metrics/?" + "&".join(f"name[]={quote(name, safe=':')}" for name in METRIC_NAMES)
@@ -60,7 +65,10 @@ _log = structlog.get_logger()
 
 
 class _MetricsSource(Enum):
-    """The metrics pages that a poll may read, best first. The value is the path, None for a backend without metrics."""
+    """The metrics pages that a poll may read, the best first.
+
+    The value is the path; None for a backend without metrics.
+    """
 
     FILTERED = FILTERED_PATH
     PAGE = "/metrics"
@@ -75,11 +83,15 @@ class _PollFailed(Exception):  # noqa: N818 - an answer of the backend, not an e
 
 
 class _PollTimedOut(_PollFailed):
-    """No answer came within `poll.timeout_s`."""
+    """A request of a poll got no answer within `poll.timeout_s`."""
 
 
 class Poller:
-    """Polls one backend while `run` runs. `url` has no trailing slash. `clock` is the scheduler's clock."""
+    """Polls one backend while `run` runs, and reports to `events`.
+
+    `url` has no trailing slash. `has_work` returns whether requests are in flight on the backend. `clock` is the
+    scheduler's clock.
+    """
 
     def __init__(
         self,
@@ -111,7 +123,7 @@ class Poller:
         self._reset()
 
     async def run(self) -> None:
-        """Polls until cancelled, whatever the backend answers."""
+        """Polls until the task is cancelled, whatever the backend answers."""
         asking = supervised(self._ask_limit, f"limit of {self._backend}")
         try:
             while True:
@@ -125,12 +137,18 @@ class Poller:
             asking.cancel()
 
     async def list_now(self) -> None:
-        """Reports the backend's models now, after a change of adapters. Leaves a failure to the next poll."""
+        """Reads the backend's model list now, after a change of adapters, and reports it.
+
+        A failure is left to the next poll.
+        """
         with suppress(_PollFailed):
             await self._ask_models()
 
     async def _ask_limit(self) -> None:
-        """Requests the batch limit each time the backend comes up. The answer may take seconds, and polls go on."""
+        """Reads the batch limit each time the backend comes up.
+
+        The answer may take seconds, and polls continue meanwhile.
+        """
         while True:
             await self._came_up.wait()
             self._came_up.clear()
@@ -148,7 +166,7 @@ class Poller:
     # --- one poll ------------------------------------------------------------------------------------------------
 
     async def poll_once(self) -> float:
-        """Sends the due requests, reports the answers, and returns the seconds until the next poll."""
+        """Sends the requests that are due, reports the answers, and returns the seconds until the next poll."""
         try:
             await self._ask_what_is_due()
         except _PollFailed as failure:
@@ -186,7 +204,10 @@ class Poller:
         return interval_s * self._rng.uniform(0.8, 1.0)
 
     async def _ask_what_is_due(self) -> None:
-        """Sends the due requests. Intervals begin with the answer, so that a slow server gets pauses."""
+        """Sends the requests that are due. Raises _PollFailed.
+
+        Intervals begin when the answer comes, so that a slow server gets pauses.
+        """
         if self._clock() >= self._health_due_s:
             await self._ask_health()
             self._health_due_s = self._clock() + self._jittered(HEALTH_INTERVAL_S)
@@ -250,7 +271,10 @@ class Poller:
             self._events.listed(self._backend, listing)
 
     async def _ask_metrics(self) -> tuple[Reading | None, float]:
-        """Returns the metrics of the best page that has any, and the seconds until the next scrape."""
+        """Returns the metrics of the best page that has any, and the seconds until the next scrape. Raises _PollFailed.
+
+        The metrics are None if no page has any.
+        """
         sources = list(_MetricsSource)
         if self._metrics_source is not None and self._clock() < self._probe_due_s:
             sources = sources[sources.index(self._metrics_source) :]
@@ -278,7 +302,7 @@ class Poller:
     # --- one question --------------------------------------------------------------------------------------------
 
     async def _get(self, path: str) -> tuple[int, bytes]:
-        """Returns (status, body) of a response, without following redirects. Raises _PollFailed."""
+        """Returns the status and the body of a response. Redirects are not followed. Raises _PollFailed."""
         what = f"GET {self._url}{path.partition('?')[0]}"
         timeout_s = self._times.timeout_s
         answers = False
@@ -323,7 +347,10 @@ async def _in_slices(slices: Generator[None, None, T]) -> T:
 
 
 def _decompressed(body: bytes, headers: list[tuple[str, str]]) -> bytes:
-    """Decompresses at most BODY_BYTES_MAX + 1 bytes: some servers compress unasked. Raises zlib.error."""
+    """Returns the body, decompressed to at most BODY_BYTES_MAX + 1 bytes if it is compressed.
+
+    Some servers compress unasked. Raises zlib.error.
+    """
     coding = next((value for name, value in headers if name.lower() == "content-encoding"), "")
     if coding.strip().lower() not in ("gzip", "deflate"):
         return body
@@ -331,7 +358,10 @@ def _decompressed(body: bytes, headers: list[tuple[str, str]]) -> bytes:
 
 
 def hint_of(error: Exception) -> str:
-    """Returns a hint about a wrong URL, for a backend that never answered."""
+    """Returns a hint that the URL of a backend may be wrong; "" for other errors.
+
+    Used if the backend never answered.
+    """
     cause = error.__cause__
     if isinstance(cause, ssl.SSLError):
         return "; it does not speak TLS: should its URL begin with http://?" if cause.reason in NO_TLS else ""

@@ -1,8 +1,8 @@
 """The registry of backends. Only the registry adds, changes, drains and removes backends.
 
-Each source (the configuration, a file, DNS, Kubernetes) lists its backends, and the registry has them all. A backend
-that no source lists any more gets no new requests. It is removed after its requests in flight, at the latest after
-`timeouts.total_s`.
+Each source (the configuration, a file, DNS, Kubernetes) lists its backends, and the registry has the backends of all
+sources. A backend that no source lists any more gets no new requests. It is removed after its requests in flight, at
+the latest after `timeouts.total_s`.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ class _Member:
     polling: asyncio.Task[None] | None
     drained: bool = False
     leaving: asyncio.Task[None] | None = None
-    # Moves the streams of a drained backend when the deadline of the drain is over.
+    # The task that moves the streams of a drained backend when the deadline of the drain is over.
     moving: asyncio.Task[None] | None = None
 
 
 class BackendRegistry:
     """The backends, each with a poller that runs until the backend is removed or `close` is called.
 
-    `endpoints` gets the addresses of all backends, for the clients that send requests. `events` gets the events of
-    polls and removals.
+    `endpoints` gets all backends, so that the HTTP client knows their TLS settings and resolves their names. `events`
+    gets the results of polls, and removals.
     """
 
     def __init__(
@@ -83,20 +83,24 @@ class BackendRegistry:
 
     @property
     def backends(self) -> Mapping[str, BackendConfig]:
-        """A live map of backend names to configurations, including backends that are being removed."""
+        """Maps backend names to configurations, including backends that are being removed.
+
+        The mapping changes with the registry.
+        """
         return MappingProxyType(self._backends)
 
     @property
     def pollers(self) -> Mapping[str, Poller]:
-        """A live map of backend names to pollers."""
+        """Maps backend names to pollers. The mapping changes with the registry."""
         return MappingProxyType(self._pollers)
 
     # --- what sources and operators want --------------------------------------------------------------------------
 
     def update(self, source: str, backends: Sequence[BackendConfig]) -> None:
-        """Sets the backends that `source` lists. If two have the same name or URL, the first counts.
+        """Sets the backends that `source` lists, and adds, changes and removes backends accordingly.
 
-        Raises ConfigError if a CA file is unreadable, and then changes nothing.
+        If two backends have the same name or URL, the first counts. Raises ConfigError if a CA file is unreadable, and
+        then changes nothing.
         """
         if self._wanted.get(source) == tuple(backends):
             # Most answers of DNS repeat the last one, and reading the CA files takes 34 ms for each backend.
@@ -106,12 +110,12 @@ class BackendRegistry:
         self._reconcile()
 
     def remove_source(self, source: str) -> None:
-        """Removes a source, and its backends that no other source lists."""
+        """Removes a source, and with it the backends that no other source lists."""
         if self._wanted.pop(source, None) is not None:
             self._reconcile()
 
     def reconfigure(self, poll: PollConfig, api_key: str | None) -> None:
-        """Sets the poll intervals, and the key of backends without a configured key."""
+        """Sets the poll intervals, and the key for backends without a configured key."""
         if (poll, api_key) == (self._poll, self._api_key):
             return
         self._poll, self._api_key = poll, api_key
@@ -119,9 +123,9 @@ class BackendRegistry:
             self._poll_anew(member)
 
     def drain(self, name: str, deadline_s: float | None = None) -> None:
-        """Stops new requests to a backend until `undrain`. After `deadline_s`, its streams go on elsewhere.
+        """Sends no new requests to a backend until `undrain`. Raises KeyError for an unknown name.
 
-        Raises KeyError for an unknown name.
+        After `deadline_s`, its streams move to other backends; None leaves the streams where they are.
         """
         member = self._members[name]
         self._set_drained(member, drained=True)
@@ -130,17 +134,23 @@ class BackendRegistry:
             member.moving = spawned(self._move_streams(member, deadline_s), f"move the streams of {name}")
 
     def undrain(self, name: str) -> None:
-        """Ends the drain of a backend, unless it is being removed. Raises KeyError for an unknown name."""
+        """Ends the drain of a backend. A backend that is being removed gets no requests all the same.
+
+        Raises KeyError for an unknown name.
+        """
         member = self._members[name]
         self._set_drained(member, drained=False)
         _cancel_move(member)
 
     def drain_on_join(self, names: Iterable[str]) -> None:
-        """Drains these backends when they are added. An operator drained them in the previous process."""
+        """Drains these backends as soon as they are added, because an operator drained them in the previous process."""
         self._drained_before.update(names)
 
     def restore_limits(self, known: Mapping[str, KnownLimit]) -> None:
-        """Sets learned batch limits, also for backends added later. `known`: URL of a backend -> limit."""
+        """Sets batch limits that an earlier process learned, also for backends that are added later.
+
+        `known` maps the URL of a backend to its limit.
+        """
         self._restored = known
         for name, backend in self._backends.items():
             if backend.url in known:

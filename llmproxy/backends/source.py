@@ -24,21 +24,24 @@ class SourceFailedError(Exception):
 
 
 class RefusedLog:
-    """Logs the invalid objects of one source. A reason is logged once, until the object is valid or gone."""
+    """Logs the invalid objects of one source.
+
+    A reason is logged once. If the object becomes valid or is gone in between, it is logged again.
+    """
 
     def __init__(self) -> None:
         self._logged: Mapping[str, str] = {}
 
     def log(self, source: str, refused: Mapping[str, str]) -> None:
-        """Logs new reasons. `refused` maps the name of every invalid object to the reason."""
+        """Logs the reasons that are new. `refused` maps the name of every invalid object to the reason."""
         for name, why in refused.items():
             if self._logged.get(name) != why:
                 _log.warning("object_refused", object=name, source=source, why=why)
         self._logged = dict(refused)
 
 
-def place_of(host: str, port: int) -> str:
-    """Returns HOST:PORT as in a URL. Raises ValueError for an invalid host or port."""
+def host_port(host: str, port: int) -> str:
+    """Returns HOST:PORT as in a URL, an IPv6 address in brackets. Raises ValueError for an invalid host or port."""
     if not 0 < port < 1 << 16:
         raise ValueError(f"{port} is no port")
     if _HOST_NAME.fullmatch(host):
@@ -50,15 +53,17 @@ def place_of(host: str, port: int) -> str:
 
 
 class BackendSource(Protocol):
+    """A source of backends, such as a DNS name. The discovery calls `query` again and again."""
+
     @property
     def interval_s(self) -> float:
-        """The time between two queries, in seconds."""
+        """The seconds between two queries."""
 
     async def query(self) -> Sequence[BackendConfig] | None:
-        """Queries the source. Returns all its backends; None if nothing has changed. Raises SourceFailedError."""
+        """Returns all backends of the source; None if nothing has changed. Raises SourceFailedError."""
 
     def repeat(self) -> None:
         """Makes a later query return all backends again, because the last ones could not be used."""
 
     async def close(self) -> None:
-        """Stops background work."""
+        """Ends the background work of the source."""

@@ -8,12 +8,11 @@ from llmproxy.backends.events import BackendObserver
 from llmproxy.core.domain import Listing, Trouble
 from llmproxy.core.pools import Pools
 
-LEAST_S = 2.0
-"""A backend that answers sooner than this after its first failed poll was running: only a connection failed."""
+LEAST_S = 2.0  # A start that took less time is not counted: the backend was running, and only a connection failed.
 
 
 class StartTimes(BackendObserver):
-    """Reports the start time of each new backend to its pool's scaling, and to `on_start` (pool, seconds).
+    """Reports the start time of each new backend to the scaling of its pool, and to `on_start` (pool, seconds).
 
     A backend that answers its first poll was already running, so its start time is unknown.
     """

@@ -24,21 +24,24 @@ AUTO, NONE = "auto", "none"
 FORMAT = "llmproxy-state/1"
 OLD_NAME = "state.json"  # The file that all proxies of a user shared in earlier versions.
 AGE_MAX_S = 7 * 86_400.0
-"""A backend that was not seen for this time is dropped: engines are restarted with other options."""
-ENTRIES_MAX = 4_096  # Maximum number of backends in the file; the backends that were seen last stay.
+"""A backend that was not seen for this time is dropped from the file.
+
+Engines are restarted with other options, so its values would be outdated.
+"""
+ENTRIES_MAX = 4_096  # The maximum number of backends in the file. The backends that were seen last stay.
 FILE_BYTES_MAX = 4 << 20
-CHECK_S = 5.0  # How often limits are compared with the written limits.
-REFRESH_S = 3_600.0  # How often entries are written without a change, so that they do not expire.
+CHECK_S = 5.0  # The seconds between two comparisons of the current limits with the written limits.
+REFRESH_S = 3_600.0  # The seconds after which unchanged entries are written again, so that they do not expire.
 POOLS_MAX = 256
 POOLS_EVERY_S = 60.0
-"""Minimum time between two writes of new capacities without new limits. Every answer changes a capacity."""
+"""The minimum seconds between two writes for changed capacities alone. Every answer changes a capacity."""
 
 _log = structlog.get_logger()
 _Seen = TypeVar("_Seen", bound="_Entry | _Pool")
 
 
 class _Entry(msgspec.Struct):
-    """The stored values of a backend. `seen_s` is the Unix time when the backend was last seen."""
+    """The stored batch limit of a backend. `seen_s` is the Unix time when the backend was seen last."""
 
     limit: int
     settled: bool
@@ -48,7 +51,7 @@ class _Entry(msgspec.Struct):
 
 
 class _Pool(msgspec.Struct):
-    """The stored capacity of a pool, learned for autoscaling."""
+    """The stored capacity of a pool, which autoscaling learned. `seen_s` is the Unix time when it was seen last."""
 
     sums: tuple[float, ...]
     sizes: tuple[tuple[int, int, float, float], ...]
@@ -73,11 +76,11 @@ class _Unusable(Exception):  # noqa: N818 - it is found in a file, and logged
     pass
 
 
-def place(setting: str, environ: Mapping[str, str], host: str, port: int) -> Path | None:
+def state_path(setting: str, environ: Mapping[str, str], host: str, port: int) -> Path | None:
     """Returns the path of the state file for the setting `state_file`; None if no file is used.
 
-    By default, the file is in systemd's StateDirectory, else in the XDG base directories. It has the listening address
-    in its name, so that each proxy has its own file. A proxy on a port that the system chooses has no file.
+    By default, the file is in systemd's StateDirectory, otherwise in the XDG base directories. Its name contains the
+    listening address, so that each proxy has its own file. A proxy on a port that the system chooses (0) has no file.
     """
     if setting == NONE:
         return None
@@ -96,14 +99,17 @@ def place(setting: str, environ: Mapping[str, str], host: str, port: int) -> Pat
 
 
 def folder_of(setting: str, state: Path | None) -> Path | None:
-    """Returns the folder for the setting `usage.dir`, by default beside the state file; None without a folder."""
+    """Returns the folder for the setting `usage.dir`; None without a folder.
+
+    By default, the folder is beside the state file `state`.
+    """
     if setting == AUTO:
         return None if state is None else state.with_name("usage-" + state.stem.removeprefix("state-"))
     return None if setting == NONE else Path(setting)
 
 
 def log_old_file(path: Path | None) -> None:
-    """Logs that a file of an earlier version, in the same folder, is not read."""
+    """Logs that a state file of an earlier version, in the folder of `path`, is not read."""
     if path is not None and path.name != OLD_NAME and (old := path.with_name(OLD_NAME)).exists():
         _log.info("old_state_ignored", path=str(old), hint="proxies shared it: delete it, or name it as state_file")
 
@@ -112,7 +118,7 @@ class StateFile:
     """Reads and writes a `State` on disk.
 
     Each write replaces the whole file, but keeps the entries of unknown backends and pools, because several proxies may
-    share the file. A file of another format is logged once, and neither read nor written. No method raises: a proxy
+    share the file. A file of another format is logged once, and neither read nor overwritten. No method raises: a proxy
     without its file learns everything again.
     """
 
@@ -141,7 +147,10 @@ class StateFile:
         )
 
     def write(self, known: State, *, last: bool = False) -> None:
-        """Writes `known`, unless it has not changed. `last` marks the last write of the process."""
+        """Writes `known`, unless it is empty, unchanged, or another proxy writes now.
+
+        `last` marks the last write of the process, which also writes capacities that changed a short time ago.
+        """
         now = self._clock()
         if not self._is_due(known, now, last):
             return
@@ -173,7 +182,7 @@ class StateFile:
         return known.capacities != self._written.capacities and (last or now >= self._written_s + POOLS_EVERY_S)
 
     async def follow(self, known: Callable[[], State]) -> None:
-        """Writes the result of `known` whenever it changes, until cancelled, and once more at the end."""
+        """Writes the result of `known` every CHECK_S if it has changed, and once more when the task is cancelled."""
         try:
             while True:
                 await asyncio.sleep(CHECK_S)
@@ -183,7 +192,10 @@ class StateFile:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Locks the file against writes of other processes. Raises BlockingIOError if another process has the lock."""
+        """Locks the file against writes of other processes during the block.
+
+        Raises BlockingIOError if another process has the lock, and OSError if the folder cannot be made or read.
+        """
         parent = Path(os.path.realpath(self.path)).parent
         parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder = os.open(parent, os.O_RDONLY)
@@ -194,7 +206,7 @@ class StateFile:
             os.close(folder)
 
     def _content(self) -> _Content:
-        """Returns the unexpired content of the file, without impossible limits. Raises OSError and _Unusable."""
+        """Returns the content of the file without expired and impossible entries. Raises OSError and _Unusable."""
         if not self.path.exists():
             return _Content(FORMAT, {})
         if not self.path.is_file():

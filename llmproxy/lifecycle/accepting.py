@@ -15,16 +15,20 @@ import structlog
 
 from llmproxy.lifecycle.descriptors import errno_reason
 
-BACKLOG = 4096
-ACCEPTS_MAX = 64  # The most connections accepted in one turn, because each takes about 0.2 ms.
-RETRY_S = 0.1  # Pause of accepting after this process or machine ran out of a resource, such as descriptors.
-LOG_S = 60.0  # Minimum interval of the log line about a pause.
+BACKLOG = 4096  # The number of connections that the kernel may queue for each socket.
+ACCEPTS_MAX = 64
+"""The maximum number of connections accepted in one iteration of the event loop: each takes about 0.2 ms."""
+RETRY_S = 0.1  # For how long accepting pauses after this process or machine ran out of a resource, such as descriptors.
+LOG_S = 60.0  # The minimum seconds between two log lines about a pause.
 
 _log = structlog.get_logger()
 
 
 class Acceptor:
-    """Accepts connections until `close`, with a protocol of `factory` for each. `accepted` gets the transport."""
+    """Accepts connections on the sockets `opened` until `close`.
+
+    `factory` makes the protocol of each connection. `accepted` is called with its transport; None calls nothing.
+    """
 
     def __init__(
         self,
@@ -45,7 +49,7 @@ class Acceptor:
             self._watch(one)
 
     def close(self) -> None:
-        """Stops accepting. Open connections stay."""
+        """Stops accepting and closes the listening sockets. Open connections stay."""
         for one in self._sockets:
             if (paused := self._paused.pop(one, None)) is not None:
                 paused.cancel()
@@ -86,7 +90,7 @@ class Acceptor:
             self._accepted(transport)
 
     def _pause(self, listening: socket.socket, lack: str) -> None:
-        """Stops accepting for `RETRY_S`. The socket stays readable, so the loop would otherwise retry at once."""
+        """Stops accepting for RETRY_S. The socket stays readable, so the event loop would otherwise retry at once."""
         self._loop.remove_reader(listening)
         self._paused[listening] = self._loop.call_later(RETRY_S, partial(self._watch, listening))
         if self._loop.time() >= self._logged_s + LOG_S:

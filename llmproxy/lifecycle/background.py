@@ -9,14 +9,17 @@ from typing import Any
 
 import structlog
 
-PAUSE_MIN_S, PAUSE_MAX_S = 0.2, 30.0  # Pauses before failed work restarts, doubled by each failure.
+PAUSE_MIN_S, PAUSE_MAX_S = 0.2, 30.0  # The shortest and the longest pause before failed work runs again.
 
 Work = Callable[[], Coroutine[Any, Any, None]]
 _log = structlog.get_logger()
 
 
 def supervised(work: Work, name: str) -> asyncio.Task[None]:
-    """Returns a task that runs `work`. If `work` raises, the task logs the exception and runs `work` again."""
+    """Returns a task that runs `work`. If `work` raises, the task logs the exception and runs `work` again.
+
+    Pauses grow with each failure. The task ends when `work` returns or the task is cancelled.
+    """
     return asyncio.create_task(_supervise(work, name), name=name)
 
 
@@ -48,7 +51,7 @@ def _log_failure(ended: asyncio.Task[None]) -> None:
 
 @asynccontextmanager
 async def background_task(work: Work, name: str) -> AsyncIterator[None]:
-    """Runs supervised `work` during the block."""
+    """Runs `work` during the block, again after each failure, and cancels it at the end of the block."""
     task = supervised(work, name)
     try:
         yield

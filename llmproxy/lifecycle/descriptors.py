@@ -13,13 +13,12 @@ from contextlib import suppress
 
 from llmproxy.config import ClientsConfig, Config
 
-OPEN_FILES_MAX = 1 << 20  # The limit is not raised beyond this, Linux's default maximum (fs.nr_open).
+OPEN_FILES_MAX = 1 << 20  # The limit is never raised above this number, Linux's default maximum (fs.nr_open).
 OWN_SHARE, OWN_MIN, OWN_MAX = 8, 32, 2048
-"""1/`OWN_SHARE` of the descriptors, within the other two bounds, are reserved for the process itself: polls, pages,
-logs, DNS look-ups."""
+"""The descriptors reserved for polls, pages, logs and DNS: 1/OWN_SHARE of all, at least OWN_MIN, at most OWN_MAX."""
 
 EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
-"""Errors on opening a connection that are caused by this process or machine, not by the peer."""
+"""The errors on opening a connection that this process or machine causes, and not the peer."""
 LIMITS = {
     errno.EMFILE: "the limit is LimitNOFILE= of the unit, or ulimit -n",
     errno.EADDRNOTAVAIL: "the local ports are net.ipv4.ip_local_port_range",
@@ -43,23 +42,29 @@ def open_files_max() -> int:
 
 
 def connections_max() -> int:
-    """Returns the most client connections of this process, if it has as many connections to backends."""
+    """Returns the maximum number of client connections of this process, if each needs a connection to a backend."""
     return max(1, (open_files_max() - _reserved()) // 2)
 
 
 def clients_of_process(config: Config) -> ClientsConfig:
-    """Returns the client limits of a worker: its part of the connections, and the limits per address."""
+    """Returns the client limits of one worker process.
+
+    `connections_max` is divided by the number of workers. The limits per address stay.
+    """
     share = math.ceil(config.clients.connections_max / config.workers)
     return config.clients.model_copy(update={"connections_max": min(share, connections_max())})
 
 
 def clients_of_admin_port(config: Config) -> ClientsConfig:
-    """Returns the client limits of the admin port. Its connections use descriptors reserved for the process itself."""
+    """Returns the client limits of the port for operators.
+
+    Its connections use the descriptors that are reserved for the process itself.
+    """
     return config.clients.model_copy(update={"connections_max": min(config.clients.connections_max, _reserved() // 2)})
 
 
 def member_connections_max() -> int:
-    """Returns the most connections from other cluster members. They use reserved descriptors."""
+    """Returns the maximum number of connections from other cluster members, which use reserved descriptors."""
     return _reserved() // 4
 
 
@@ -68,7 +73,7 @@ def _reserved() -> int:
 
 
 def errno_reason(error: OSError) -> str | None:
-    """Returns a reason for people if this process or machine caused a connection error; None if the peer did."""
+    """Returns a reason for people if this process or machine caused a connection error; None if the peer caused it."""
     if error.errno not in EXHAUSTED:
         return None
     hint = LIMITS.get(error.errno)

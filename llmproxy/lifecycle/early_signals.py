@@ -17,7 +17,10 @@ _recorded: set[int] = set()
 
 
 def remember() -> None:
-    """Makes SIGTERM and SIGINT end this process at once, and records SIGHUP and SIGUSR2 for `send_again`."""
+    """Makes SIGTERM and SIGINT end this process at once with exit code 0.
+
+    Records SIGHUP and SIGUSR2, which `send_again` repeats.
+    """
     end_at_once()
     for number in _LATER:
         signal.signal(number, _record)

@@ -20,19 +20,19 @@ import structlog
 
 from llmproxy.lifecycle.sockets import Sockets
 
-READY_MAX_S = 60.0  # After this time, a successor that does not serve is killed.
-EXIT_MAX_S = 5.0
-DRAINED = "LLMPROXY_DRAINED"  # Environment variable with the manually drained backends, for the successor.
+READY_MAX_S = 60.0  # A successor that does not serve within this time is killed.
+EXIT_MAX_S = 5.0  # How long to wait for the exit code of a successor that has closed its pipe.
+DRAINED = "LLMPROXY_DRAINED"  # The environment variable with the backends that an operator drained, for the successor.
 
 _log = structlog.get_logger()
 
 
 class SuccessorFailedError(Exception):
-    """A successor ended before it served. The message tells why."""
+    """A successor ended before it served. The message says why."""
 
 
 class ProcessSignals:
-    """Handles the signals of this process, and exposes them as events."""
+    """Handles the signals of this process, and exposes them as the events `over`, `stop` and `cut`."""
 
     def __init__(self, sockets: Sockets) -> None:
         # `over` is set when the process must end: at the first SIGTERM or SIGINT, or when a successor serves.
@@ -49,7 +49,7 @@ class ProcessSignals:
             loop.add_signal_handler(number, self._on_stop, number)
 
     def take_restarts(self, drained: Callable[[], Collection[str]], *, member: bool = False) -> None:
-        """Makes SIGUSR2 start a successor, which inherits the sockets and the backends that `drained` returns.
+        """Makes SIGUSR2 start a successor, which inherits the sockets and the drained backends that `drained` returns.
 
         A `member` of a cluster ignores SIGUSR2, because a successor could use neither its name nor its cluster port.
         """
@@ -58,7 +58,7 @@ class ProcessSignals:
 
     @property
     def successor_pid(self) -> int | None:
-        """The process id of the successor, None without a successor."""
+        """The process id of the successor; None without a successor."""
         return None if self._successor is None else self._successor.pid
 
     def _on_stop(self, number: signal.Signals) -> None:
@@ -94,12 +94,19 @@ class ProcessSignals:
 
 
 def inherited_drains(environment: MutableMapping[str, str]) -> frozenset[str]:
-    """Returns the drained backends of the predecessor. Removes the variable, so that no child inherits it."""
+    """Returns the backends that were drained in the predecessor.
+
+    Removes the variable from `environment`, so that no child process inherits it.
+    """
     return frozenset(json.loads(environment.pop(DRAINED, "[]")))
 
 
 async def successor(sockets: Sockets, drained: Collection[str] = ()) -> subprocess.Popen[bytes]:
-    """Starts this program again on the same sockets, and waits until it serves. Raises SuccessorFailedError."""
+    """Starts this program again on the same sockets, and waits until it serves.
+
+    `drained` are the backends that an operator drained. Raises SuccessorFailedError. A failed or cancelled start leaves
+    no process.
+    """
     try:
         reads, writes = os.pipe()
     except OSError as error:
@@ -131,7 +138,10 @@ async def successor(sockets: Sockets, drained: Collection[str] = ()) -> subproce
 
 
 def _start_again(variables: Mapping[str, str], fds: Sequence[int]) -> subprocess.Popen[bytes]:
-    """Starts the same command by the interpreter's path, which may lead to a newer virtual environment."""
+    """Starts the command of this process again.
+
+    The path of the interpreter stays, and may lead to a newer virtual environment.
+    """
     return subprocess.Popen([sys.executable, *sys.orig_argv[1:]], env={**os.environ, **variables}, pass_fds=fds)
 
 
@@ -159,7 +169,10 @@ def notify(state: str, environment: Mapping[str, str] = os.environ) -> None:
 
 
 async def ended_before(event: asyncio.Event, awaited: Awaitable[object], limit_s: float | None = None) -> bool:
-    """Awaits `awaited` until `event` is set or `limit_s` has passed, then cancels it. Returns whether it finished."""
+    """Awaits `awaited` until `event` is set or `limit_s` has passed (None: no limit), and then cancels it.
+
+    Returns whether it finished first. Raises its exception.
+    """
     first, other = asyncio.ensure_future(awaited), asyncio.ensure_future(event.wait())
     try:
         await asyncio.wait((first, other), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)

@@ -6,14 +6,18 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-CALLS = 16  # The callbacks of one turn. More at once would not be faster, and would hold up the streams for longer.
+CALLS = 16
+"""The maximum number of callbacks in one iteration of the event loop.
+
+More would not be faster, and would delay running streams.
+"""
 
 
 class PacedCalls:
-    """Runs callbacks in the order of `add`, a few in each iteration of the event loop.
+    """Runs callbacks in the order of `add`, at most CALLS in each iteration of the event loop.
 
-    Each callback starts or ends a request, which takes up to a millisecond. Thousands may be added at once, and
-    other work of the loop must run in between.
+    Each callback starts or ends a request, which takes up to a millisecond. Thousands may be added at once, and other
+    work of the event loop must run in between.
     """
 
     def __init__(self) -> None:
@@ -21,7 +25,7 @@ class PacedCalls:
         self._taken = 0
 
     def take(self) -> bool:
-        """Returns whether the caller may run its callback now, and counts it. If not, call `add`."""
+        """Returns whether the caller may run its callback now, and then counts the callback. If False, call `add`."""
         if self._calls or self._taken >= CALLS:
             return False
         if not self._taken:
@@ -30,7 +34,7 @@ class PacedCalls:
         return True
 
     def __len__(self) -> int:
-        """Returns the number of calls that wait."""
+        """Returns the number of callbacks that wait."""
         return len(self._calls)
 
     def _end_turn(self) -> None:

@@ -19,13 +19,13 @@ from typing import Any
 
 from llmproxy.config import ConfigError
 
-PREDECESSOR = "LLMPROXY_PREDECESSOR"  # Environment variable with the descriptors that a successor inherits.
+PREDECESSOR = "LLMPROXY_PREDECESSOR"  # The environment variable with the descriptors that a successor inherits.
 LISTEN_FDS_START = 3
-SYSTEMD = "systemd"  # The key of all sockets from the service manager, which chose their addresses.
+SYSTEMD = "systemd"  # The key of all sockets from systemd, whose configuration determines their addresses.
 
 
 class ListenError(OSError):
-    """No socket could be opened on an address. The text is the system's message."""
+    """No socket could be opened on an address. The text is the message of the operating system."""
 
     def __init__(self, host: str, port: int, cause: OSError) -> None:
         super().__init__(cause.errno, str(cause))
@@ -49,15 +49,18 @@ class ListenError(OSError):
 
 @dataclass(slots=True)
 class Sockets:
-    """The listening sockets of this process. Each dict maps `host:port` to sockets."""
+    """The listening sockets of this process. Each mapping has an address `host:port`, or SYSTEMD, as its key."""
 
-    ready_fd: int | None = None  # The pipe on which a predecessor waits for a byte, None without a predecessor.
+    ready_fd: int | None = None  # The pipe on which a predecessor waits for a byte; None without a predecessor.
     _inherited: dict[str, list[socket.socket]] = field(default_factory=dict)  # Inherited sockets that are not used yet.
     _open: dict[str, list[socket.socket]] = field(default_factory=dict)  # Sockets in use.
 
     @classmethod
     def from_environment(cls, environment: MutableMapping[str, str], pid: int) -> Sockets:
-        """Takes the sockets that process `pid` inherited out of `environment`. Raises ConfigError."""
+        """Returns the sockets that process `pid` inherited, and removes their variables from `environment`.
+
+        Raises ConfigError for a descriptor that is no listening TCP socket.
+        """
         inherits = environment.pop(PREDECESSOR, None)
         meant_for, count = environment.pop("LISTEN_PID", None), environment.pop("LISTEN_FDS", None)
         environment.pop("LISTEN_FDNAMES", None)
@@ -92,7 +95,7 @@ class Sockets:
         return list(dict.fromkeys(address for one in sockets for address in _served(one)))
 
     def serving(self) -> None:
-        """Closes unused inherited sockets, and makes the predecessor shut down. Call it when all sockets listen."""
+        """Closes unused inherited sockets, and tells the predecessor to shut down. Call it when all sockets listen."""
         for sockets in self._inherited.values():
             for one in sockets:
                 one.close()
@@ -104,7 +107,10 @@ class Sockets:
             self.ready_fd = None
 
     def for_successor(self, ready_fd: int) -> tuple[Mapping[str, str], list[int]]:
-        """Returns the environment variable for a successor, and the descriptors that it inherits."""
+        """Returns the environment variable for a successor, and the descriptors that the successor inherits.
+
+        `ready_fd` is the pipe to which the successor writes a byte when it serves.
+        """
         fds = {address: [one.fileno() for one in sockets] for address, sockets in self._open.items()}
         handed = json.dumps({"ready_fd": ready_fd, "sockets": fds})
         return {PREDECESSOR: handed}, [ready_fd, *(fd for some in fds.values() for fd in some)]
@@ -132,7 +138,10 @@ def _served(one: socket.socket) -> list[str]:
 
 
 def open_sockets(host: str, port: int, acceptors: int = 1) -> list[socket.socket]:
-    """Opens sockets for each address of a host. `::` covers both families if the system has both. Raises OSError."""
+    """Opens `acceptors` sockets for each address of a host. Raises OSError.
+
+    `::` covers both address families if the system has both.
+    """
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     sockets: list[socket.socket] = []
     try:
@@ -147,7 +156,7 @@ def open_sockets(host: str, port: int, acceptors: int = 1) -> list[socket.socket
 
 
 def _created(family: int, address: tuple[Any, ...], acceptors: int) -> Iterator[socket.socket]:
-    """Yields sockets that share a port (SO_REUSEPORT). Raises OSError."""
+    """Yields `acceptors` listening sockets for one address; several share the port (SO_REUSEPORT). Raises OSError."""
     create = partial(
         socket.create_server, family=family, dualstack_ipv6=address[0] == "::" and socket.has_dualstack_ipv6()
     )

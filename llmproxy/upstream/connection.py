@@ -270,7 +270,7 @@ class BackendConnection(asyncio.Protocol):
 
 
 class HttpExchange:
-    """One request on a connection and its response: its head, its body and its end. Implements `Exchange`."""
+    """A request on a connection and its response: the head, the body and the end. Implements `Exchange`."""
 
     __slots__ = (
         "_broken", "_buffered_bytes", "_connection", "_woken", "buffered", "ended", "headers", "reason", "reused",

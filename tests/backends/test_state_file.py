@@ -20,7 +20,7 @@ from llmproxy.backends.state_file import (
     State,
     StateFile,
     log_old_file,
-    place,
+    state_path,
 )
 from llmproxy.core.domain import KnownCapacity, KnownLimit
 
@@ -236,22 +236,22 @@ async def test_file_follows_the_learned_limits_and_is_written_at_the_end(
     ],
 )
 def test_path_of_the_file(setting: str, environ: dict[str, str], path: str | None) -> None:
-    assert place(setting, environ, "0.0.0.0", 8080) == (None if path is None else Path(path))
+    assert state_path(setting, environ, "0.0.0.0", 8080) == (None if path is None else Path(path))
 
 
 def test_each_address_has_a_file_of_its_own() -> None:
-    places = {place("auto", {"HOME": "/h"}, host, port) for host, port in ADDRESSES}
+    places = {state_path("auto", {"HOME": "/h"}, host, port) for host, port in ADDRESSES}
     assert len(places) == len(ADDRESSES)
     assert {None if one is None else str(one.parent) for one in places} == {"/h/.local/state/llmproxy"}
 
 
 def test_a_port_that_is_another_at_each_start_has_no_file() -> None:
-    assert place("auto", {"HOME": "/h"}, "127.0.0.1", 0) is None
-    assert place("/x/y.json", {}, "127.0.0.1", 0) == Path("/x/y.json")
+    assert state_path("auto", {"HOME": "/h"}, "127.0.0.1", 0) is None
+    assert state_path("/x/y.json", {}, "127.0.0.1", 0) == Path("/x/y.json")
 
 
 def test_the_file_that_proxies_shared_is_not_read_and_that_is_logged(tmp_path: Path) -> None:
-    own = place("auto", {"XDG_STATE_HOME": str(tmp_path)}, "127.0.0.1", 8080)
+    own = state_path("auto", {"XDG_STATE_HOME": str(tmp_path)}, "127.0.0.1", 8080)
     assert own is not None
     with capture_logs() as logs:
         log_old_file(own)

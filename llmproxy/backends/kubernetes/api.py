@@ -13,14 +13,17 @@ import aiohttp
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where a pod finds the token, the CA and the namespace of its service account."""
-ANSWER_S = 30.0
-SILENCE_S = 330.0  # A watch without data for this time is broken: bookmarks come about once a minute.
+ANSWER_S = 30.0  # How long a connection, or a request without a watch, may take.
+SILENCE_S = 330.0  # A watch without data for this time counts as broken: bookmarks come about once a minute.
 BUFFER_BYTES = 4 << 20
-"""Size of the read buffer. It must have room for a line of a watch: a slice of 1,000 endpoints has 286 kB."""
+"""The size of the read buffer, which must have room for a line of a watch. A slice of 1,000 endpoints has 286 kB."""
 
 
 class ApiError(Exception):
-    """The API server refused a request (`status`), or did not answer (0). `cut`: the connection broke in mid-answer."""
+    """The API server refused a request, or did not answer.
+
+    `status` is the HTTP status; 0 without an answer. `cut`: the connection broke in the middle of an answer.
+    """
 
     def __init__(self, why: str, status: int = 0, *, cut: bool = False) -> None:
         super().__init__(why)
@@ -46,7 +49,10 @@ class KubernetesApi:
 
     @asynccontextmanager
     async def get(self, path: str, query: Mapping[str, str], silence_s: float) -> AsyncIterator[aiohttp.StreamReader]:
-        """Streams the body of a response with status 200. Raises ApiError, also while the body is read."""
+        """Yields the body of a response with status 200 as a stream. Raises ApiError, also while the body is read.
+
+        The connection counts as broken after `silence_s` without data.
+        """
         server, begun = self._server(), False
         try:
             async with self._opened().get(
@@ -66,7 +72,7 @@ class KubernetesApi:
             ) from None
 
     async def send(self, method: str, path: str, content: object = None) -> Any:
-        """Returns the JSON of a response. Raises ApiError, also for an error status."""
+        """Sends `content` as JSON and returns the JSON of the response. Raises ApiError, also for an error status."""
         server = self._server()
         try:
             async with self._opened().request(

@@ -1,6 +1,7 @@
-"""Converts Kubernetes objects to backends. The functions are pure, and the order of the objects does not matter.
+"""Converts Kubernetes objects to backends.
 
-A terminating pod is left out: the proxy sends it no new requests, and its streams end by themselves.
+The functions have no side effects, and the order of the objects does not matter. A terminating pod is left out: the
+proxy sends it no new requests, and its streams end by themselves.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 from llmproxy.backends.kubernetes.objects import Endpoint, EndpointSlice, InferencePool, Pod
 from llmproxy.backends.registry import Instance
-from llmproxy.backends.source import SHOWN_CHARS, place_of
+from llmproxy.backends.source import SHOWN_CHARS, host_port
 from llmproxy.config import BackendConfig
 from llmproxy.core.domain import Role
 
@@ -24,14 +25,14 @@ ROLES = {
     "prefill-decode": Role.BOTH,
     "encode-prefill-decode": Role.BOTH,
 }
-ENCODERS = "encode"  # The role of encode-only workers, which answer no requests of clients.
+ENCODERS = "encode"  # The value of ROLE_LABEL of encode-only workers, which answer no requests of clients.
 ACTIVE_PORTS = ("llm-d.ai/active-ports", "inference.networking.k8s.io/active-ports")
 _PORT = re.compile("[0-9]{1,5}")
 ENDED = ("Succeeded", "Failed")
 DEFAULT_PORT_NAME = "http"
 
 Refuse = Callable[[str, str], object]
-"""Called with the name of an invalid object, and the reason. The other objects are used."""
+"""Called with the name of an object that is invalid, and the reason. The other objects are used all the same."""
 
 
 def _ignored(name: str, why: str) -> None:
@@ -39,12 +40,12 @@ def _ignored(name: str, why: str) -> None:
 
 
 class UnclearPortError(Exception):
-    """An endpoint has several ports, or no port with the wanted number or name."""
+    """The port of a server is unknown: it has several ports, or no port with the wanted number or name."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Builds the backends of one source, with the settings of `template`."""
+class Builder:
+    """Makes the backends of one source, with the settings of `template`."""
 
     template: BackendConfig
     scheme: str
@@ -52,13 +53,20 @@ class Place:
     suffix: str = ""  # Appended to pod names, which are unique in their namespace only.
 
     def backend(self, name: str, host: str, port: int, uid: str, *, ready: bool, **differs: object) -> Instance:
-        """Builds a backend. Raises ValueError for an invalid address or port."""
-        place = place_of(host, port)
-        changed = {"name": name + self.suffix if name else place, "url": f"{self.scheme}://{place}", **differs}
+        """Returns a backend, named after its pod, or after its address if `name` is "".
+
+        `uid` identifies the process, and `differs` has settings that differ from the template. Raises ValueError for an
+        invalid address or port.
+        """
+        address = host_port(host, port)
+        changed = {"name": name + self.suffix if name else address, "url": f"{self.scheme}://{address}", **differs}
         return Instance.model_construct(**dict(self.template) | changed, uid=uid, ready=ready)
 
     def choose_port(self, ports: Iterable[tuple[str, int]]) -> int:
-        """Returns the number of the configured port among `ports` (name, number). Raises UnclearPortError."""
+        """Returns the number of the configured port among `ports` (name, number).
+
+        Without a configured port, it is the only port, or the port with the name `http`. Raises UnclearPortError.
+        """
         known = list(dict.fromkeys(ports))
         wanted = self.port or (DEFAULT_PORT_NAME if len(known) > 1 else "")
         fitting = [number for name, number in known if wanted in (name, str(number), "")]
@@ -72,11 +80,12 @@ class Place:
         raise UnclearPortError(f"{advice}; the ports are: {said}")
 
 
-def service_backends(place: Place, slices: Iterable[EndpointSlice], refuse: Refuse = _ignored) -> list[Instance]:
-    """Returns the servers behind a Service. Raises UnclearPortError if no server has a clear port.
+def service_backends(builder: Builder, slices: Iterable[EndpointSlice], refuse: Refuse = _ignored) -> list[Instance]:
+    """Returns the servers behind a Service.
 
     A server may be in several slices: during a change, or because a dual-stack pod has a slice for each address family.
-    The entry with the best state counts, then the entry with the IPv4 address.
+    The entry with the best state counts, then the entry with the IPv4 address. Raises UnclearPortError if a slice has
+    no clear port and no server was found.
     """
     found: dict[tuple[str, int], tuple[bool, Instance]] = {}
     unclear: UnclearPortError | None = None
@@ -86,7 +95,7 @@ def service_backends(place: Place, slices: Iterable[EndpointSlice], refuse: Refu
             if not endpoint.addresses:
                 continue
             try:
-                port = place.choose_port(ports)
+                port = builder.choose_port(ports)
             except UnclearPortError as error:
                 unclear = error
                 refuse(one.metadata.name, str(error))
@@ -97,7 +106,7 @@ def service_backends(place: Place, slices: Iterable[EndpointSlice], refuse: Refu
             ready, ends = _state(endpoint)
             name = target.name if target is not None and named else ""
             try:
-                backend = place.backend(name, host, port, key[0], ready=ready)
+                backend = builder.backend(name, host, port, key[0], ready=ready)
             except ValueError as error:
                 refuse(name or one.metadata.name, str(error))
                 continue
@@ -111,7 +120,10 @@ TCP = (None, "TCP")
 
 
 def _state(endpoint: Endpoint) -> tuple[bool, bool]:
-    """Returns (ready, terminating). Missing conditions mean ready and not terminating (KEP-1672)."""
+    """Returns whether an endpoint is ready, and whether it is terminating.
+
+    Missing conditions mean ready and not terminating (KEP-1672).
+    """
     conditions = endpoint.conditions
     return conditions.ready is not False, bool(conditions.terminating)
 
@@ -121,8 +133,8 @@ def _worse(state: tuple[bool, Instance]) -> tuple[bool, bool, bool, str]:
     return ends, not backend.ready, "[" in backend.url, backend.url
 
 
-def pod_backends(place: Place, pods: Iterable[Pod], refuse: Refuse = _ignored) -> list[Instance]:
-    """Returns the servers of these pods. Raises UnclearPortError if no server has a clear port."""
+def pod_backends(builder: Builder, pods: Iterable[Pod], refuse: Refuse = _ignored) -> list[Instance]:
+    """Returns the servers of these pods. Raises UnclearPortError if a pod has no clear port and no server was found."""
     found: list[Instance] = []
     unclear: UnclearPortError | None = None
     for pod in filter(_serves, pods):
@@ -133,7 +145,7 @@ def pod_backends(place: Place, pods: Iterable[Pod], refuse: Refuse = _ignored) -
             if port.protocol in TCP
         )
         try:
-            found.append(_backend(place, pod, place.choose_port(ports)))
+            found.append(_backend(builder, pod, builder.choose_port(ports)))
         except (UnclearPortError, ValueError) as error:
             unclear = error if isinstance(error, UnclearPortError) else unclear
             refuse(pod.metadata.name, str(error))
@@ -142,8 +154,13 @@ def pod_backends(place: Place, pods: Iterable[Pod], refuse: Refuse = _ignored) -
     return _sorted(found)
 
 
-def pool_backends(place: Place, pool: InferencePool, pods: Iterable[Pod], refuse: Refuse = _ignored) -> list[Instance]:
-    """Returns the servers of an InferencePool: each pod serves on each target port that its annotation allows."""
+def pool_backends(
+    builder: Builder, pool: InferencePool, pods: Iterable[Pod], refuse: Refuse = _ignored
+) -> list[Instance]:
+    """Returns the servers of an InferencePool.
+
+    Each pod has one server for each target port, unless its annotation names fewer ports.
+    """
     numbers = [port.number for port in pool.spec.target_ports if port.number]
     found = []
     for pod in filter(_serves, pods):
@@ -152,18 +169,18 @@ def pool_backends(place: Place, pool: InferencePool, pods: Iterable[Pod], refuse
             if active is None or number in active:
                 name = pod.metadata.name if len(numbers) == 1 else f"{pod.metadata.name}:{number}"
                 try:
-                    found.append(_backend(place, pod, number, name))
+                    found.append(_backend(builder, pod, number, name))
                 except ValueError as error:
                     refuse(name, str(error))
     return _sorted(found)
 
 
-def _backend(place: Place, pod: Pod, port: int, name: str | None = None) -> Instance:
-    labels, template = pod.metadata.labels or {}, place.template
+def _backend(builder: Builder, pod: Pod, port: int, name: str | None = None) -> Instance:
+    labels, template = pod.metadata.labels or {}, builder.template
     ready = any(one.type == "Ready" and one.status == "True" for one in pod.status.conditions or ())
     role = ROLES.get(labels.get(ROLE_LABEL, ""), template.role)
     group = labels.get(template.group_label or "", template.group)
-    return place.backend(
+    return builder.backend(
         name or pod.metadata.name, pod.status.pod_ip or "", port, pod.metadata.uid, ready=ready, role=role, group=group
     )  # fmt: skip
 
@@ -175,7 +192,7 @@ def _serves(pod: Pod) -> bool:
 
 
 def _active_ports(pod: Pod, refuse: Refuse) -> set[int] | None:
-    """Returns the ports in a pod's annotation; None without one. Passes invalid parts to `refuse`."""
+    """Returns the ports in a pod's annotation; None without an annotation. Passes invalid parts to `refuse`."""
     annotations = pod.metadata.annotations or {}
     text = next((annotations[name] for name in ACTIVE_PORTS if name in annotations), None)
     if text is None:

@@ -1,9 +1,9 @@
 """Converts objects of the Gateway API Inference Extension to entries of the configuration.
 
-The functions are pure, and the order of the objects does not matter. An InferenceObjective becomes an objective whose
-band is its priority. A rule of an InferenceModelRewrite becomes an alias for each name that it matches; without
-matches, for every other name. If several objects define a name, the oldest counts, then the first by name; within an
-object, the first rule.
+The functions have no side effects, and the order of the objects does not matter. An InferenceObjective becomes an
+objective whose band is its priority. A rule of an InferenceModelRewrite becomes an alias for each name that the rule
+matches; a rule without matches becomes the alias for every other name. If several objects define a name, the oldest
+object counts, then the first by name. Within an object, the first rule counts.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from llmproxy.core.backends.catalogue import ANY
 
 OBJECTIVE, REWRITE = "InferenceObjective", "InferenceModelRewrite"
 POOL_GROUPS = ("inference.networking.k8s.io", "inference.networking.x-k8s.io")
-"""The groups of InferencePools: the current one, and the former one, which references may still name."""
+"""The API groups of InferencePools: the current group, and the former group, which references may still name."""
 
 
 class WrongObjectError(Exception):
-    """An object that is invalid or uses an unsupported feature."""
+    """An object is invalid or uses an unsupported feature."""
 
 
 def entries_of(objects: Iterable[tuple[str, CustomObject]], pools: Collection[tuple[str, str]]) -> Entries:
-    """Returns the configuration entries of `objects` (kind, object) for `pools` (namespace, name).
+    """Returns the configuration entries of `objects` (kind, object) that refer to `pools` (namespace, name).
 
     If two objects have the same kind, namespace and name, for example in an old and a new API group, the first counts.
     An invalid object is left out, and is listed in the problems of the result.
@@ -103,7 +103,7 @@ def _models(spec: RewriteSpec) -> list[ModelConfig]:
 
 
 def _targets(rule: RewriteRule, place: str) -> dict[str, float]:
-    """Maps the targets of a rule to their weights. The weights are equal if the rule gives none."""
+    """Returns target model -> weight for a rule. All weights are 1 if the rule gives none. Raises WrongObjectError."""
     given = rule.targets or []
     if not given:
         raise WrongObjectError(f"{place} is empty")

@@ -20,11 +20,13 @@ from llmproxy.lifecycle.background import supervised
 
 RESOURCES = {OBJECTIVE: "inferenceobjectives", REWRITE: "inferencemodelrewrites"}
 GROUPS = ("llm-d.ai", "inference.networking.x-k8s.io")
-"""The groups to watch. If an object is in both groups, the first group counts."""
+"""The API groups to watch. If an object is in both groups, the object in the first group counts."""
 PATH = "/apis/{}/v1alpha2/namespaces/{}/{}"
-NEVER = (401, 403, 404)  # After these HTTP statuses, the objects of a collection are not awaited any more.
+NEVER = (401, 403, 404)
+"""If a collection was answered with one of these HTTP statuses, its objects are no longer awaited."""
 
-Pools = frozenset[tuple[str | None, str]]  # InferencePools as (namespace, name); None is the namespace of the proxy.
+Pools = frozenset[tuple[str | None, str]]
+"""InferencePools as (namespace, name). The namespace is None for the namespace of the proxy."""
 _log = structlog.get_logger()
 
 
@@ -48,10 +50,10 @@ class _Collection:
 
 
 class ExtensionObjects:
-    """Watches the extension's objects until `close`, and passes their entries to `take` at every change.
+    """Watches the extension's objects until `close`, and passes their configuration entries to `take` at every change.
 
-    `awaited` is True while unread objects may still define model names. `on_answer` is called when `awaited` may have
-    changed. `answered` is set once each collection was read or failed, and cleared when the pools change.
+    `awaited` is True while objects that were not read yet may define model names. `on_answer` is called when `awaited`
+    may have changed. `answered` is set once each collection was read or has failed, and cleared when the pools change.
     """
 
     def __init__(self, take: Callable[[Entries], None], on_answer: Callable[[], None]) -> None:

@@ -103,7 +103,10 @@ class InferencePool(Struct, frozen=True):
 
 
 class CustomObject(Struct, frozen=True):
-    """A custom object. Its `spec` is decoded later, so that an invalid object does not make the list unreadable."""
+    """An object of a custom resource.
+
+    Its `spec` is decoded later, so that one invalid object does not make the whole list unreadable.
+    """
 
     metadata: Metadata
     spec: Any = None
@@ -116,7 +119,7 @@ class PoolRef(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PoolRefs(Struct, rename="camel", frozen=True):
-    """The InferencePools that an object refers to."""
+    """The fields by which an object refers to InferencePools."""
 
     pool_ref: PoolRef | None = None
     pool_refs: list[PoolRef] | None = None
@@ -146,7 +149,7 @@ class TargetModel(Struct, rename="camel", frozen=True, forbid_unknown_fields=Tru
 
 
 class RewriteRule(Struct, frozen=True, forbid_unknown_fields=True):
-    """A rule of an InferenceModelRewrite. A rule without matches applies to every model."""
+    """A rule of an InferenceModelRewrite. A rule without `matches` applies to every model."""
 
     matches: list[Match] | None = None
     targets: list[TargetModel] | None = None

@@ -8,7 +8,7 @@ from typing import Any
 
 from llmproxy.backends.kubernetes.api import KubernetesApi
 from llmproxy.backends.kubernetes.endpoints import (
-    Place,
+    Builder,
     UnclearPortError,
     pod_backends,
     pool_backends,
@@ -22,14 +22,14 @@ from llmproxy.config.pods_url import PODS, SERVICE, PodsUrl
 from llmproxy.lifecycle.background import supervised
 
 REPEAT_S = 1.0  # Time until backends that could not be used are returned again.
-GATHER_S = 0.05  # Changes are gathered for this time, because a rollout brings many at once.
+GATHER_S = 0.05  # How long changes are gathered before they are read, because a rollout brings many at once.
 SLICES = "/apis/discovery.k8s.io/v1/namespaces/{}/endpointslices"
 POOLS = "/apis/inference.networking.k8s.io/v1/namespaces/{}/inferencepools"
 PODS_PATH = "/api/v1/namespaces/{}/pods"
 
 
 class KubernetesSource:
-    """Watches the pods of a Kubernetes URL until `close`. `query` waits for the next change."""
+    """Watches the pods of a Kubernetes URL until `close`. `query` waits for the next change and returns all pods."""
 
     interval_s = GATHER_S
 
@@ -38,7 +38,7 @@ class KubernetesSource:
         self._url = url = PodsUrl.of(template.url)
         self._namespace = url.namespace or api.namespace
         foreign = url.namespace is not None and url.namespace != api.namespace
-        self._place = Place(template, url.scheme, url.port, f".{url.namespace}" if foreign else "")
+        self._builder = Builder(template, url.scheme, url.port, f".{url.namespace}" if foreign else "")
         self._changed = asyncio.Event()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._slices: Watched[EndpointSlice] | None = None
@@ -98,14 +98,14 @@ class KubernetesSource:
         refused: dict[str, str] = {}
         try:
             if self._slices is not None:
-                found = service_backends(self._place, (self._slices.objects or {}).values(), refused.__setitem__)
+                found = service_backends(self._builder, (self._slices.objects or {}).values(), refused.__setitem__)
             elif self._pool is None:
-                found = pod_backends(self._place, pods, refused.__setitem__)
+                found = pod_backends(self._builder, pods, refused.__setitem__)
             else:
                 pool = self._the_pool()
                 if pool is None and self._pool.refused:
                     raise SourceFailedError(f"the InferencePool is invalid: {next(iter(self._pool.refused.values()))}")
-                found = pool_backends(self._place, pool, pods, refused.__setitem__) if pool is not None else []
+                found = pool_backends(self._builder, pool, pods, refused.__setitem__) if pool is not None else []
         except UnclearPortError as error:
             raise SourceFailedError(str(error)) from None
         self._refused.log(self._url.text, refused)

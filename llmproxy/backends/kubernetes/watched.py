@@ -1,8 +1,8 @@
 """A collection of Kubernetes objects, listed once and then watched for months.
 
-Kubernetes' API concepts describe the protocol. The watch begins at the version of the list, and each event and bookmark
-has a later version. When a watch ends, the next watch begins at the last version. If that version is gone (410), the
-collection is listed again.
+Kubernetes' page "API concepts" describes the protocol. The watch begins at the version of the list, and each event and
+bookmark has a later version. When a watch ends, the next watch begins at the last version. If the server no longer has
+that version (410), the collection is listed again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from llmproxy.backends.kubernetes.api import ANSWER_S, SILENCE_S, ApiError, Kube
 from llmproxy.backends.kubernetes.objects import Metadata
 from llmproxy.backends.source import RefusedLog
 
-WATCH_S = 290  # The server ends each watch after this time.
+WATCH_S = 290  # For how many seconds the server is asked to keep a watch open.
 PAUSE_MIN_S, PAUSE_MAX_S = 0.2, 30.0
 LIST_BYTES_MAX = 256 << 20
 EVENT_BYTES_MAX = 8 << 20
@@ -57,7 +57,7 @@ class _Bookmark(Struct, frozen=True):
 
 
 class _Unread(Struct, frozen=True):
-    """The name of an invalid object."""
+    """The names of an object that could not be decoded."""
 
     metadata: _Metadata = _Metadata()
 
@@ -136,7 +136,10 @@ class Watched(Generic[T]):
         self._on_change()
 
     async def _follow(self) -> None:
-        """Applies events until the watch ends. Raises ApiError: status 410 if the server dropped the version."""
+        """Applies the events of one watch until it ends.
+
+        Raises ApiError: status 410 if the server no longer has the version.
+        """
         watch = {"watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": str(WATCH_S)}
         version = {"resourceVersion": self._version or ""}
         self._following = True
@@ -155,7 +158,7 @@ class Watched(Generic[T]):
                     self._on_change()
 
     def _apply(self, line: bytes) -> bool:
-        """Applies one event. Returns whether an object changed."""
+        """Applies one event of a watch. Returns whether an object changed. Raises ApiError for an error event."""
         event = msgspec.json.decode(line, type=_Event)
         if event.type in ("BOOKMARK", "ERROR"):
             told = msgspec.json.decode(event.object, type=_Bookmark)
@@ -169,7 +172,10 @@ class Watched(Generic[T]):
         return True
 
     def _take(self, raw: msgspec.Raw, before: Mapping[tuple[str, str], T], *, deleted: bool = False) -> str:
-        """Adds, replaces or removes one object. Returns its version; empty if the object is unreadable."""
+        """Adds, replaces or removes one object. Returns its version; "" if the object has none.
+
+        If the object is invalid, its version in `before` stays.
+        """
         assert self.objects is not None
         found: T | _Unread
         try:

@@ -10,7 +10,7 @@ import pytest
 
 from llmproxy.backends.kubernetes.endpoints import (
     ACTIVE_PORTS,
-    Place,
+    Builder,
     UnclearPortError,
     pod_backends,
     pool_backends,
@@ -23,21 +23,21 @@ from llmproxy.config.pods_url import PodsUrl
 from tests.backends.kubernetes.api_server import Object, endpoint, endpoint_slice, inference_pool, pod
 
 
-def place(url: str = "kubernetes+http://service/vllm", suffix: str = "", **given: Any) -> Place:
+def builder(url: str = "kubernetes+http://service/vllm", suffix: str = "", **given: Any) -> Builder:
     template = BackendConfig(url=url, **given)
     found = PodsUrl.of(url)
-    return Place(template, found.scheme, found.port, suffix)
+    return Builder(template, found.scheme, found.port, suffix)
 
 
-def slices(where: Place, *objects: Object) -> list[Instance]:
+def slices(where: Builder, *objects: Object) -> list[Instance]:
     return service_backends(where, [msgspec.convert(one, EndpointSlice) for one in objects])
 
 
-def pods(where: Place, *objects: Object) -> list[Instance]:
+def pods(where: Builder, *objects: Object) -> list[Instance]:
     return pod_backends(where, [msgspec.convert(one, Pod) for one in objects])
 
 
-def pool(where: Place, one: Object, *objects: Object) -> list[Instance]:
+def pool(where: Builder, one: Object, *objects: Object) -> list[Instance]:
     return pool_backends(where, msgspec.convert(one, InferencePool), [msgspec.convert(each, Pod) for each in objects])
 
 
@@ -62,17 +62,17 @@ def shown(backends: list[Instance]) -> dict[str, tuple[str, bool]]:
     ],
 )
 def test_conditions_say_whether_a_server_is_there(conditions: dict[str, Any], expected: bool | None) -> None:
-    found = slices(place(), endpoint_slice("s", endpoint("a", **conditions)))
+    found = slices(builder(), endpoint_slice("s", endpoint("a", **conditions)))
     assert [one.ready for one in found] == ([] if expected is None else [expected])
 
 
 def test_a_pod_is_named_by_its_name_and_known_by_its_uid() -> None:
-    found = slices(place(max_in_flight=7, api_key="k", role="decode"), endpoint_slice("s", endpoint("a", "10.0.0.7")))
+    found = slices(builder(max_in_flight=7, api_key="k", role="decode"), endpoint_slice("s", endpoint("a", "10.0.0.7")))
     assert [(one.name, one.url, one.uid) for one in found] == [("a", "http://10.0.0.7:8000", "uid-a")]
     assert (found[0].max_in_flight, found[0].api_key, found[0].role) == (7, "k", "decode")
-    assert slices(place(suffix=".serving"), endpoint_slice("s", endpoint("a")))[0].name == "a.serving"
+    assert slices(builder(suffix=".serving"), endpoint_slice("s", endpoint("a")))[0].name == "a.serving"
     # An endpoint that somebody wrote by hand has no pod.
-    assert shown(slices(place(), endpoint_slice("s", endpoint("", "10.9.9.9")))) == {
+    assert shown(slices(builder(), endpoint_slice("s", endpoint("", "10.9.9.9")))) == {
         "10.9.9.9:8000": ("10.9.9.9:8000", True)
     }
 
@@ -81,8 +81,8 @@ def test_one_server_in_several_slices_is_one_backend_in_its_best_state() -> None
     four = endpoint_slice("four", endpoint("a", "10.0.0.1", ready=False), endpoint("b", "10.0.0.2", terminating=True))
     again = endpoint_slice("again", endpoint("a", "10.0.0.1", ready=True), endpoint("b", "10.0.0.2", ready=True))
     six = endpoint_slice("six", endpoint("a", "fd00::1"), family="IPv6")
-    assert shown(slices(place(), six, four, again)) == {"a": ("10.0.0.1:8000", True), "b": ("10.0.0.2:8000", True)}
-    assert shown(slices(place(), six)) == {"a": ("[fd00::1]:8000", True)}
+    assert shown(slices(builder(), six, four, again)) == {"a": ("10.0.0.1:8000", True), "b": ("10.0.0.2:8000", True)}
+    assert shown(slices(builder(), six)) == {"a": ("[fd00::1]:8000", True)}
 
 
 def test_the_order_of_slices_changes_nothing() -> None:
@@ -98,9 +98,9 @@ def test_the_order_of_slices_changes_nothing() -> None:
             )
             for number in range(4)
         ]
-        expected = slices(place(), *made)
+        expected = slices(builder(), *made)
         rng.shuffle(made)
-        assert slices(place(), *made) == expected
+        assert slices(builder(), *made) == expected
 
 
 KEYS = ("ready", "serving", "terminating")
@@ -119,7 +119,7 @@ KEYS = ("ready", "serving", "terminating")
     ],
 )
 def test_the_port_is_the_only_one_or_the_named_one(wanted: str, ports: dict[str, int], expected: int | str) -> None:
-    where = place(f"kubernetes+http://service/vllm{wanted}")
+    where = builder(f"kubernetes+http://service/vllm{wanted}")
     made = endpoint_slice("s", endpoint("a", "10.0.0.1"), ports=ports)
     if isinstance(expected, int):
         assert shown(slices(where, made)) == {"a": (f"10.0.0.1:{expected}", True)}
@@ -131,9 +131,9 @@ def test_the_port_is_the_only_one_or_the_named_one(wanted: str, ports: dict[str,
 
 def test_a_slice_without_the_port_hides_no_other_one() -> None:
     other = endpoint_slice("a", endpoint("a"), ports={"x": 1, "y": 2})
-    assert shown(slices(place(), other, endpoint_slice("b", endpoint("b", "10.0.0.2")))).keys() == {"b"}
-    assert slices(place(), endpoint_slice("empty")) == []
-    assert slices(place(), endpoint_slice("none", {"addresses": []})) == []
+    assert shown(slices(builder(), other, endpoint_slice("b", endpoint("b", "10.0.0.2")))).keys() == {"b"}
+    assert slices(builder(), endpoint_slice("empty")) == []
+    assert slices(builder(), endpoint_slice("none", {"addresses": []})) == []
 
 
 # --- pods -------------------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ SELECTED = "kubernetes+http://pods/app=vllm"
 
 def test_pods_with_an_address_are_there_until_they_end() -> None:
     found = pods(
-        place(SELECTED),
+        builder(SELECTED),
         pod("a", "10.0.0.1"),
         pod("b", "10.0.0.2", ready=False),
         pod("pending", None),
@@ -170,27 +170,27 @@ def test_pods_with_an_address_are_there_until_they_end() -> None:
 )
 def test_role_comes_from_the_label(label: str | None, role: str | None) -> None:
     labels = {} if label is None else {"llm-d.ai/role": label}
-    assert [one.role for one in pods(place(SELECTED), pod("a", labels=labels))] == ([] if role is None else [role])
+    assert [one.role for one in pods(builder(SELECTED), pod("a", labels=labels))] == ([] if role is None else [role])
 
 
 def test_a_label_says_the_group() -> None:
-    where = place(SELECTED, group="rest", group_label="tier")
+    where = builder(SELECTED, group="rest", group_label="tier")
     found = pods(where, pod("a", labels={"tier": "spot"}), pod("b", "10.0.0.2"))
     assert [one.group for one in found] == ["spot", "rest"]
 
 
 def test_a_port_that_no_container_declares_must_be_given_as_a_number() -> None:
     bare = pod("a", "10.0.0.1", ports={})
-    assert shown(pods(place(f"{SELECTED}:8000"), bare)) == {"a": ("10.0.0.1:8000", True)}
+    assert shown(pods(builder(f"{SELECTED}:8000"), bare)) == {"a": ("10.0.0.1:8000", True)}
     with pytest.raises(UnclearPortError, match="the ports are: none"):
-        pods(place(SELECTED), bare)
+        pods(builder(SELECTED), bare)
 
 
 # --- inference pools --------------------------------------------------------------------------------------------------
 
 
 def test_each_port_of_a_pool_is_a_server_of_its_own() -> None:
-    where = place("kubernetes+http://inferencepool/qwen")
+    where = builder("kubernetes+http://inferencepool/qwen")
     one = inference_pool("qwen", {"app": "vllm"}, 8000, 8001)
     made = [
         pod("a", "10.0.0.1"),
@@ -207,7 +207,7 @@ def test_each_port_of_a_pool_is_a_server_of_its_own() -> None:
 
 @pytest.mark.parametrize("text", ["²", "9" * 5_000, "8000 8001", "٨٠٠٠", "-8000", "8e3", "99999999"])
 def test_ports_that_are_none_are_left_out_and_no_other_pod(text: str) -> None:
-    where, one = place("kubernetes+http://inferencepool/qwen"), inference_pool("qwen", {}, 8000)
+    where, one = builder("kubernetes+http://inferencepool/qwen"), inference_pool("qwen", {}, 8000)
     made = [pod("a"), pod("bad", annotations={ACTIVE_PORTS[0]: text})]
     refused: dict[str, str] = {}
     found = pool_backends(

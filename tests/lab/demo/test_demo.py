@@ -24,7 +24,7 @@ import pytest
 from aiohttp.test_utils import make_mocked_request
 from rich.console import Console
 
-from llmproxy.backends.state_file import place
+from llmproxy.backends.state_file import state_path
 from llmproxy.config import Config
 from llmproxy.lab.demo import GUIDE, KEYS, _adapters, _config
 from llmproxy.lab.demo.buttons import _press
@@ -155,7 +155,7 @@ def test_the_demo_keeps_out_of_the_state_file_of_others() -> None:
     config = Config.model_validate(
         _config(8080, [DemoReplica("replica-1", 1, ADAPTERS), DemoReplica("replica-16", 2, ())])
     )
-    assert place(config.state_file, {"XDG_STATE_HOME": "/elsewhere"}, "127.0.0.1", 8080) is None
+    assert state_path(config.state_file, {"XDG_STATE_HOME": "/elsewhere"}, "127.0.0.1", 8080) is None
     assert config.host == "127.0.0.1"
     assert [backend.name for backend in config.backends] == ["replica-1", "replica-16"]
 
