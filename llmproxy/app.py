@@ -68,13 +68,13 @@ from llmproxy.upstream.client import HttpUpstream
 from llmproxy.upstream.endpoints import Endpoints
 from llmproxy.upstream.tls import peers_tls
 
-CONFIGURED = "config"  # The name of the configuration as a source of backends.
-OBJECTS_S = 2.0  # How long the start waits for objects of Kubernetes.
+CONFIGURED = "config"  # The name of the configuration in its role as a source of backends.
+OBJECTS_S = 2.0  # The seconds for which the start waits for objects of the inference extension in Kubernetes.
 
 
 @dataclass(slots=True)
 class Proxy:
-    """A running proxy. Its methods act on all parts of the proxy."""
+    """A running proxy: its parts, and the methods that act on all of them."""
 
     gateway: Gateway
     pools: Pools
@@ -91,7 +91,7 @@ class Proxy:
     scale: ScalePages = field(init=False)
     pages: OwnPages | MemberPages = field(init=False)
     front: Frontend = field(init=False)  # Accepts clients, in this process or in relay workers.
-    admin_listener: Listener | None = None  # The admin port; None: pages for operators are on the port of clients.
+    admin_listener: Listener | None = None  # The admin port. If None, pages for operators are on the port of clients.
     reloader: Reloader | None = None
     supervisor: WorkerSupervisor | None = None
     cluster: Cluster | None = None
@@ -116,11 +116,11 @@ class Proxy:
 
     @property
     def open_requests(self) -> int:
-        """The number of requests that have not ended."""
+        """The number of requests that have begun and not ended."""
         return self.front.open_requests
 
     def reconfigure(self, config: Config) -> None:
-        """Replaces the configuration as a whole. Raises ConfigError before any change."""
+        """Applies another configuration to all parts. If it raises ConfigError, nothing has changed."""
         _check(config)
         settings = settings_of(config)
         self.gateway.reconfigure(config)
@@ -141,24 +141,23 @@ class Proxy:
         self.discovery.reconfigure(self.config)
 
     def flush_records(self) -> None:
-        """Writes the records of all ended requests to the log, the metrics and the other readers now."""
+        """Passes the records of all ended requests to the log, the metrics and the other readers now."""
         self.exits.flush()
         self.handler.log_lines.flush()
 
     def begin_shutdown(self, *, replaced: bool = False) -> None:
-        """Begins the shutdown of the request handler. `replaced`: whether a successor has taken over the sockets."""
+        """Asks clients to close their connections. `replaced`: whether a successor has taken over the sockets."""
         self.gateway.handler.begin_shutdown(replaced=replaced)
         self.front.begin_shutdown(replaced=replaced)
         if self.cluster is not None:
             self.cluster.begin_shutdown()
 
     async def drain(self) -> bool:
-        """Refuses new requests, and waits for running requests to end. The setting `drain_queued` decides about waiting
-        ones.
+        """Refuses new requests, and waits until running requests have ended. Returns whether all ended in time.
 
-        If the service manager keeps the listening socket open, no request is refused: new connections wait in the
-        socket for the next process, and connected clients are served to the end. Returns whether all requests ended
-        within `drain_timeout_s`. Requests that still wait after that time are refused.
+        `drain_queued` decides whether waiting requests are refused at once or finished. The limit is `drain_timeout_s`;
+        requests that still wait then are refused. If the service manager keeps the listening socket open, no request is
+        refused: new connections wait in the socket for the next process, and connected clients are served to the end.
         """
         self.begin_shutdown()
         if self.front.socket_activated:
@@ -195,11 +194,11 @@ async def running(
     state: StateFile | None = None,
     usage_folder: Path | None = None,
 ) -> AsyncIterator[Proxy]:
-    """Runs a proxy on the current loop until the block ends.
+    """Runs a proxy on the current event loop until the block ends.
 
-    `reread` reads the configuration files again for a reload. `drained` are backends that were drained in the previous
-    process. `state` keeps learned values over a restart, and `usage_folder` the use of tenants. Raises ListenError for
-    a port, OSError for workers that cannot be started, and ConfigError for discovery and files.
+    `reread` reads the configuration files again for a reload; None allows no reload. `drained` are backends that were
+    drained in the previous process. `state` keeps learned values over a restart, and `usage_folder` the use of tenants.
+    Raises ListenError for a port, OSError for workers that cannot be started, and ConfigError for discovery and files.
     """
     _check(config)
     sockets = sockets or Sockets()
@@ -261,10 +260,10 @@ async def _build(
     endpoints: Endpoints,
     usage_folder: Path | None,
 ) -> Proxy:
-    """Creates and connects all parts of a proxy that does not listen yet. The parts stop when `stack` is left.
+    """Creates and connects all parts of a proxy that does not listen yet. The parts stop when `stack` is closed.
 
     Some parts need a part that is created later. For example, the metrics need the finished proxy. Such a part gets a
-    lambda, which looks up the later part when it is called.
+    lambda, which finds the later part when it is called.
     """
     now = asyncio.get_running_loop().time
     metrics = Metrics(lambda: _live_state(proxy, now()))
@@ -305,7 +304,8 @@ async def _build(
     events.observers += [keeper, pairs]
     combined = Combined(config, lambda config: proxy.reconfigure(config))
     backend_discovery = Discovery(
-        registry, dispatcher.expects_backends, metrics.looked, (partial(addresses, endpoints.resolver), services),
+        registry, dispatcher.expects_backends, metrics.source_queried,
+        (partial(addresses, endpoints.resolver), services),
         combined.take_entries,
     )  # fmt: skip
     stack.push_async_callback(backend_discovery.close)
@@ -379,9 +379,9 @@ def _check(config: Config) -> None:
 def _exit_readers(
     stack: AsyncExitStack, config: Config, metrics: Metrics, now: float, current: Callable[[], Config]
 ) -> Iterator[Callable[[RequestExit], None]]:
-    """Yields the configured readers of exit records, except the metrics. The readers close when `stack` is left.
+    """Yields the configured readers of exit records, except the metrics. They stop when `stack` is closed.
 
-    `current` returns the current configuration.
+    `now` is the current time of the event loop, and `current` returns the current configuration.
     """
     if config.genai_metrics:
         yield GenAiMetrics(metrics.registry).record
@@ -404,7 +404,10 @@ def _exit_readers(
 async def _usage(
     stack: AsyncExitStack, config: Config, pools: Pools, folder: Path | None, plain_keys: Callable[[], Sequence[str]]
 ) -> Usage:
-    """Returns the use of tenants, and sets today's budgets to it. Writes the use until `stack` is left."""
+    """Returns the use of tenants, and tells today's budgets how much is used.
+
+    Writes the use until `stack` is closed.
+    """
     name = process_name(config.cluster.member or gethostname(), time.time())  # noqa: TID251 - days are of the calendar
     usage = Usage(folder, name, ZoneInfo(config.usage.time_zone), time.time, plain_keys)  # noqa: TID251
     await stack.enter_async_context(background_task(usage.run, "write the use of tenants"))
@@ -424,7 +427,7 @@ def _aliases(config: Config) -> Aliases:
 
 
 def _live_state(proxy: Proxy, now: float) -> LiveState:
-    """Returns the current values of all gauges. They are computed at each scrape, so that they agree with the state."""
+    """Returns the values of all gauges at `now`. Called at each scrape, so that the gauges agree with the state."""
     pools, dispatcher, names = proxy.pools, proxy.dispatcher, proxy.gateway.rulebook.current.band_names
     queued, longest_s = pools.queued(), pools.longest_s(now)
     views = pools.views(now)

@@ -22,14 +22,15 @@ from llmproxy.lifecycle.sockets import ListenError, Sockets
 from llmproxy.observe import logs
 
 NO_FILE = "no configuration file was named with --config; flags and environment variables are read only at the start"
+"""The hint of the log line when SIGHUP comes and there is no file to read again."""
 
 _log = structlog.get_logger()
 
 
 def run(config: Config, reread: Reread | None = None) -> int:
-    """Serves until SIGTERM or SIGINT, or until a successor serves (SIGUSR2), then drains. Returns the exit code.
+    """Serves until SIGTERM or SIGINT, or until a successor serves (SIGUSR2), and then drains. Returns the exit code.
 
-    `reread` reads `config` again; None if `config` did not come from a file.
+    `reread` reads the configuration again; None if it did not come from a file.
     """
     logs.configure(config.log_format, config.log_level)
     raise_limit()
@@ -105,7 +106,10 @@ async def _serve(config: Config, reread: Reread | None) -> int:
 
 
 async def _shut_down(proxy: Proxy, signals: ProcessSignals) -> bool:
-    """Drains until all requests have ended, or until a timeout or second signal. Returns whether all have ended."""
+    """Drains until all requests have ended, a timeout has passed or a second signal has come.
+
+    Returns whether all requests have ended.
+    """
     config = proxy.config
     if signals.successor_pid is not None:
         # Before the log line, so that every request after the line gets `Connection: close`.

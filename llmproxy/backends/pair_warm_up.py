@@ -49,7 +49,7 @@ _log = structlog.get_logger()
 class PairWarmUp(BackendObserver):
     """Connects each pair of a prefill and a decode backend once after either has started, until `close`.
 
-    One pair is connected at a time. The mapping `backends` may change at any time. `config` returns the current
+    Pairs are connected one after the other. The mapping `backends` may change at any time. `config` returns the current
     configuration. A failed pair is not retried: the first split request shows the error.
     """
 

@@ -1,8 +1,8 @@
-"""The decision log: a line of JSON for each scheduled request, written at its end.
+"""The decision log: a line of JSON for each scheduled request, written when the request has ended.
 
-The lines have the laboratory's trace format, with the decision and its reasons, so that the log can be replayed under
-another policy. Times are seconds since the log was opened, at `wall_time` of the header. No line has a prompt, an
-answer or a key. `output_tokens` is missing if the length of the answer is unknown.
+The lines have the format of the laboratory's traces, with the decision and its reasons, so that the log can be replayed
+under another policy. Times are seconds since the log was opened, at `wall_time` of the header line. No line has a
+prompt, an answer or a key. `output_tokens` is missing if the length of the answer is unknown.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from llmproxy.observe.exit_fields import decision_fields
 from llmproxy.observe.writer import LineWriter
 
 VERSION = 1
-LINES_MAX = 8_192  # The most lines that wait for the disk; further lines are dropped and counted.
+LINES_MAX = 8_192  # The maximum number of lines that wait for the disk. Further lines are dropped and counted.
 
 _log = structlog.get_logger()
 
@@ -36,11 +36,12 @@ def open_to_append(path: Path) -> FileIO:
 
 
 class DecisionLog(LineWriter[RequestExit]):
-    """Writes the decision log to a file, on a thread, which also calls `on_lost` with the number of lost lines.
+    """Writes the decision log to a file, on a thread.
 
     `sample` is the share of requests to write. A hash of the request id decides, so that several logs have the same
-    requests. Times count from `origin_s`, on the clock of the exit records. Raises OSError if the header cannot be
-    written. A later failure is logged once and loses only its lines.
+    requests. Times count from `origin_s`, on the clock of the exit records. `on_lost` is called with the number of lost
+    lines, on any thread. Raises OSError if the header cannot be written. A later failure is logged once and loses only
+    its lines.
     """
 
     def __init__(self, file: FileIO, sample: float, origin_s: float, on_lost: Callable[[int], None]) -> None:
@@ -58,7 +59,7 @@ class DecisionLog(LineWriter[RequestExit]):
         self.start()
 
     def record(self, ended: RequestExit) -> None:
-        """Queues the line of a scheduled request in the sample. Never waits."""
+        """Queues the line of a request, if the request was scheduled and is in the sample. Never waits."""
         if ended.expected_prompt_tokens is not None and self._sampled(ended.request_id):
             self.put(ended)
 

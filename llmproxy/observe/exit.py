@@ -1,4 +1,7 @@
-"""The record of a request. Log line, decision log and metrics are made from it; see `exit_fields`."""
+"""The record of a request.
+
+Its log line, its line in the decision log and the metrics are made from it (`exit_fields`).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from llmproxy.scheduling.attempts import Routing
 
 UNKNOWN_MODEL = "unknown"
 """Replaces a model name that is not in the catalogue: names that clients invent never become labels."""
-ATTEMPTS_MAX = 16  # The most attempts in a finished record; the latest ones are kept.
+ATTEMPTS_MAX = 16  # The maximum number of attempts in a finished record. The latest attempts are kept.
 
 NEVER_GRANTED = Attempt()
 
@@ -21,8 +24,8 @@ NEVER_GRANTED = Attempt()
 class RequestExit(Routing, kw_only=True, omit_defaults=True):
     """The record of a request from its arrival to its end, for the log, metrics, pages and traces.
 
-    It has no text of the prompt or the answer, and only the name of the key. Values that are unknown when a request is
-    refused, such as band and estimate, are None.
+    The record has no text of the prompt or the answer, and only the name of the key. Values that are unknown when a
+    request is refused, such as band and estimate, are None.
     """
 
     # The request.
@@ -30,14 +33,14 @@ class RequestExit(Routing, kw_only=True, omit_defaults=True):
     method: str
     path: str  # Without the query.
     model: str = UNKNOWN_MODEL  # The requested name, if the catalogue knows it.
-    unknown_model: str | None = None  # Beginning of a name that the catalogue does not know; never a label.
+    unknown_model: str | None = None  # Beginning of a requested name that the catalogue does not know; never a label.
     target: str | None = None  # Base model or adapter behind an alias; None if `model` is no alias.
     adapter: str | None = None  # None for a base model.
-    served_as: str | None = None  # The name whose usage limit counts it too; None if it is `model`.
+    served_as: str | None = None  # The base model, whose usage limit counts the request too; None if it is `model`.
     tenant: str = ""  # "" without a tenant.
     key: str | None = None  # The name of the key.
-    client: str | None = None
-    user_agent: str | None = None
+    client: str | None = None  # The client's address.
+    user_agent: str | None = None  # The beginning of the client's User-Agent.
     band: str | None = None
     level: int | None = None  # The band as an integer.
     flow: str | None = None
@@ -50,14 +53,14 @@ class RequestExit(Routing, kw_only=True, omit_defaults=True):
     body_bytes: int = 0
     expected_prompt_tokens: int | None = None  # The scheduler's estimate.
 
-    # How it was split.
+    # How the request was split into prefill and decode.
     split: Split | None = None  # None in a pool without roles.
     prefill_backend: str | None = None  # Set for split requests, like the next two fields.
     prefill_s: float | None = None  # From the grant of the prefill to its end.
     # From the end of the prefill to the first token; without a stream, to the grant of the decode.
     handover_s: float | None = None
 
-    # Its result. All durations are in seconds.
+    # The result of the request. All durations are in seconds.
     outcome: Outcome = Outcome.INTERNAL
     status: int = 0
     duration_s: float = 0.0  # From arrival to the end.
@@ -68,7 +71,7 @@ class RequestExit(Routing, kw_only=True, omit_defaults=True):
     trace: TraceContext | None = None
 
     def end(self, outcome: Outcome, status: int, error: str) -> None:
-        """Sets the result, which a later failure may replace."""
+        """Sets the result of the request. A later call replaces it."""
         self.outcome, self.status, self.error = outcome, status, error
 
     def time_split(self) -> None:
@@ -84,7 +87,7 @@ class RequestExit(Routing, kw_only=True, omit_defaults=True):
         self.handover_s = None if began_s is None else began_s - prefill.ended_s
 
     def later(self, by_s: float) -> RequestExit:
-        """Returns a copy with all instants `by_s` seconds later, to convert between clocks."""
+        """Returns a copy with all times of a clock `by_s` seconds later, to convert them to another process's clock."""
 
         def moved(at_s: float | None) -> float | None:
             return None if at_s is None else at_s + by_s
@@ -100,17 +103,20 @@ class RequestExit(Routing, kw_only=True, omit_defaults=True):
 
     @property
     def last(self) -> Attempt:
-        """The last attempt; an empty record without any attempt."""
+        """The last attempt; an empty attempt if there was none."""
         return self.tried[-1] if self.tried else NEVER_GRANTED
 
     @property
     def first_byte_s(self) -> float | None:
-        """The time of the first body byte of a stream. In a continued stream, an earlier attempt sent it."""
+        """When the first body byte of a stream came; None without one.
+
+        In a continued stream, an earlier attempt sent it.
+        """
         return next((one.first_byte_s for one in self.tried if one.first_byte_s is not None), None)
 
     @property
     def ended_s(self) -> float | None:
-        """The time when the request ended, on the scheduler's clock."""
+        """When the request ended, on the scheduler's clock; None if it has no arrival time."""
         return None if self.arrived_s is None else self.arrived_s + self.duration_s
 
     @property
@@ -123,12 +129,15 @@ class RequestExit(Routing, kw_only=True, omit_defaults=True):
 
     @property
     def known_prompt_tokens(self) -> int | None:
-        """The prompt tokens that the engine counted, else the estimate."""
+        """The prompt tokens that the engine counted. Without a count, the scheduler's estimate."""
         return self.last.prompt_tokens or self.expected_prompt_tokens
 
     @property
     def backend_ttft_s(self) -> float | None:
-        """Seconds from the last grant to the first body byte of a stream, or of its rest; None without such a byte."""
+        """Seconds from the last grant to the first body byte of a stream, or of its rest if it was continued.
+
+        None without a stream or without such a byte.
+        """
         if self.ttft_s is None or self.arrived_s is None or not self.stream:
             return None
         last = self.last
@@ -140,12 +149,15 @@ class RequestExit(Routing, kw_only=True, omit_defaults=True):
 
     @property
     def streaming_s(self) -> float | None:
-        """Seconds from the first body byte of a stream to its end; None without such a byte."""
+        """Seconds from the first body byte of a stream to its end; None without a stream or without such a byte."""
         return None if self.ttft_s is None or not self.stream else max(0.0, self.duration_s - self.ttft_s)
 
     @property
     def time_per_output_token_s(self) -> float | None:
-        """Mean seconds per token after the first. None unless a stream completed with two or more counted tokens."""
+        """Mean seconds per token after the first.
+
+        None unless a stream completed and the engine counted at least two tokens.
+        """
         if not self.stream or self.outcome is not Outcome.COMPLETED:
             return None
         output_tokens = self.last.output_tokens or 0
@@ -154,7 +166,7 @@ class RequestExit(Routing, kw_only=True, omit_defaults=True):
 
     @property
     def mean_gap_s(self) -> float | None:
-        """Mean seconds between two consecutive chunks; None with fewer than two."""
+        """Mean seconds between two consecutive chunks of a stream; None without a stream or with fewer than two."""
         if not self.stream:
             return None
         chunks = self.last.chunks if self.continued is None else sum([one.chunks for one in self.tried])
@@ -169,7 +181,7 @@ class ExitSink(Protocol):
         """Records a finished request."""
 
     def attempted(self, backend: str, verdict: Verdict) -> None:
-        """Counts an attempt."""
+        """Counts an attempt on `backend`."""
 
     def log_lines_lost(self, lines: int) -> None:
-        """Counts lines that standard error lost."""
+        """Counts log lines that could not be written to standard error."""

@@ -29,7 +29,7 @@ class ExitBatch:
             self._timer = asyncio.get_running_loop().call_later(BATCH_S, self.flush)
 
     def flush(self) -> None:
-        """Passes on all queued records now. Logs an error about a record, and goes on with the next record."""
+        """Passes on all queued records now. An exception of a reader is logged, and the next record is passed on."""
         if self._timer is None:
             return
         self._timer.cancel()
@@ -44,7 +44,7 @@ class ExitBatch:
 
 
 class Exits(ExitBatch):
-    """The `ExitSink` of the scheduler process: passes each record to the metrics (`counted`) and to all `readers`."""
+    """The `ExitSink` of the scheduler process. Passes each record to the metrics (`counted`) and to all `readers`."""
 
     def __init__(self, counted: ExitSink, *readers: Callable[[RequestExit], None]) -> None:
         super().__init__(counted.record, *readers)

@@ -15,9 +15,9 @@ _names, _agents = ShownNames(), ShownNames()
 
 
 class Shape(NamedTuple):
-    """How the values of a field are written: as text of the log, as JSON of the log, and in the decision log.
+    """How the values of a field are written: in the log as text, in the log as JSON, and in the decision log.
 
-    `text` is an expression over `value`. Where a function is None, the value stays unchanged.
+    `text` is a Python expression over `value`. If `json` or `decision` is None, the value stays unchanged.
     """
 
     text: str
@@ -28,7 +28,7 @@ class Shape(NamedTuple):
 class Feed(NamedTuple):
     """A metric that a field changes.
 
-    A request without tenant or backend changes no series with that label.
+    A request without a tenant changes no metric with the label `tenant`, and the same holds for `backend`.
     """
 
     metric: str  # Name in `metrics`, which defines its kind, buckets and labels.
@@ -38,14 +38,14 @@ class Feed(NamedTuple):
 
 
 class Field(NamedTuple):
-    """A field of the exit record. It is left out if it is None."""
+    """A field of the exit record. The field is left out if its value is None."""
 
     source: str  # Path of the attribute in `RequestExit`.
     shape: Shape
     log: str = ""  # Name in the log line, "" to leave it out.
     decision: str = ""  # Name in the decision log, "" to leave it out.
-    optional: bool = False  # Left out also if 0 or empty.
-    streams: bool = False  # None unless the answer is a stream.
+    optional: bool = False  # Whether the field is left out also if it is 0 or empty.
+    streams: bool = False  # Whether the field counts as None unless the answer is a stream.
     feeds: tuple[Feed, ...] = ()
 
 
@@ -73,7 +73,10 @@ def _tokens(direction: str) -> tuple[Feed, ...]:
 
 
 def _comparisons(time: str, predicted: str, observed: str = "True") -> tuple[Feed, ...]:
-    """Returns feeds that compare a time with its prediction. The condition `observed` must also be true."""
+    """Returns the feeds that compare a time with its prediction.
+
+    `time` is the label, `predicted` the expression of the prediction. The condition `observed` must also be true.
+    """
     when = f"{predicted} is not None and value > 0.0 and {observed}"
     return (
         Feed("prediction_seconds_total", (time, "predicted"), f"{predicted}.expected_s", when),
@@ -185,9 +188,13 @@ _decision_values = attrgetter(*(field.source for field in _DECISION))
 
 _BEGIN = ("def fill(ended):", "    last = ended.tried[-1] if ended.tried else never_granted")
 _SCOPE: dict[str, Any] = {
-    "never_granted": NEVER_GRANTED, "names": _names, "agents": _agents, "shown": shown, "why_fields": why_fields,
-}  # fmt: skip
-"""The names that `_BEGIN` and the texts of shapes use."""
+    "never_granted": NEVER_GRANTED,
+    "names": _names,
+    "agents": _agents,
+    "shown": shown,
+    "why_fields": why_fields,
+}
+"""The names that `_BEGIN` and the expressions of shapes use."""
 
 
 def _read(field: Field) -> str:
@@ -199,8 +206,8 @@ def _read(field: Field) -> str:
 def _compiled(begin: str, step: Callable[[int, Field], str]) -> Callable[[RequestExit], Any]:
     """Compiles a function that adds the fields of the log line to `begin`, with one statement per field.
 
-    A loop over the table would take 1.5 times as long. `step` returns the statement for a field, from its number; the
-    statement reads `value` and changes `made`.
+    A loop over the table would take 1.5 times as long. `step` gets the number of a field and the field, and returns the
+    statement, which reads `value` and changes `made`.
     """
     scope = dict(_SCOPE)
     lines = [*_BEGIN, f"    made = {begin}"]
@@ -216,15 +223,18 @@ def _compiled(begin: str, step: Callable[[int, Field], str]) -> Callable[[Reques
 exit_text: Callable[[RequestExit], str] = _compiled(
     '""', lambda _, field: f'made += f" {field.log}={{{field.shape.text}}}"'
 )
-"""The fields of the log line as ` name=value`, each value one printable word."""
+"""Returns the fields of a log line as ` name=value`, where each value is one printable word."""
 exit_fields: Callable[[RequestExit], dict[str, Any]] = _compiled(
     "{}", lambda number, field: f'made["{field.log}"] = ' + (f"json_{number}(value)" if field.shape.json else "value")
 )
-"""Field of the log line -> value. Seconds are rounded to 0.1 ms."""
+"""Returns the fields of a log line: name -> value. Seconds are rounded to 0.1 ms."""
 
 
 def decision_fields(ended: RequestExit, origin_s: float) -> dict[str, Any]:
-    """Returns the fields of a decision log line. Durations are rounded to 1 us; instants count from `origin_s`."""
+    """Returns the fields of a line of the decision log.
+
+    Durations are rounded to 1 µs. Times of the scheduler's clock count from `origin_s`.
+    """
     fields = {}
     for field, value in zip(_DECISION, _decision_values(ended), strict=True):
         if value is None or (field.optional and not value):
@@ -252,7 +262,11 @@ _NAMES = {
 def exit_recorder(
     series: Mapping[str, Counts | Distributions], models: Callable[[str], str], tenants: Callable[[str], str]
 ) -> Callable[[RequestExit], None]:
-    """Compiles a function that counts a request in `series`. `models` and `tenants` limit the values of labels."""
+    """Compiles a function that counts a request in `series`.
+
+    `series` maps the name of a metric to its counter or histogram. `models` and `tenants` return the value of a label
+    for a name, because the number of values is limited.
+    """
     scope: dict[str, Any] = {**_SCOPE, "models": models, "tenants": tenants, **series}
     lines = [*_BEGIN, *(f"    {label} = {source}" for label, source in _NAMES.items())]
     for field in FIELDS:

@@ -20,7 +20,7 @@ OPERATIONS = {
     "/v1/completions": "text_completion",
     "/v1/embeddings": "embeddings",
 }
-"""Maps paths to `gen_ai.operation.name`. The conventions name no other operation of this proxy."""
+"""Path -> `gen_ai.operation.name`. The conventions have no other operation that this proxy serves."""
 PROVIDER = "vllm"
 REQUEST_BUCKETS_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 TTFT_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
@@ -29,7 +29,7 @@ LABELS = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model
 
 
 class GenAiMetrics:
-    """The three histograms, in the registry of the process."""
+    """The histograms of request duration, time to first token and time per output token, in `registry`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         series, name = SeriesCollector(), "gen_ai_server_{}_seconds".format

@@ -13,7 +13,7 @@ from llmproxy.observe.series import Counts
 
 
 class KeyMetrics(Collector):
-    """Counts the requests of each API key. `keys` returns (tenant, name) of each configured key."""
+    """Counts the requests of each API key. `keys` returns the tenant and the name of each configured key."""
 
     def __init__(self, registry: CollectorRegistry, keys: Callable[[], Iterable[tuple[str, str]]]) -> None:
         self._keys = keys
@@ -25,7 +25,7 @@ class KeyMetrics(Collector):
             self._requests[ended.tenant, ended.key] += 1
 
     def collect(self) -> Iterator[Metric]:
-        """Yields a counter with a series for each configured key, used or not, and for no other key."""
+        """Yields a counter with a series for each configured key, also for unused keys, and for no other key."""
         known = set(self._keys())
         for gone in self._requests.keys() - known:
             del self._requests[gone]

@@ -35,8 +35,8 @@ LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 FORMATS = ("text", "json")
 EXIT_EVENT = "request"
 BYTES_MAX = 4 << 20
-"""Maximum size of the lines that wait for the reader of standard error. Further lines are dropped and counted."""
-EXIT_S = 1.0  # How long the process waits for the reader at its end.
+"""The maximum size of the lines that wait to be written to standard error. Further lines are dropped and counted."""
+EXIT_S = 1.0  # How long the process waits at its end until the last lines are written.
 
 _COLOURS = {"debug": "\x1b[2m", "info": "\x1b[32m", "warning": "\x1b[33m", "error": "\x1b[31m", "critical": "\x1b[31m"}
 _RESET = "\x1b[0m"
@@ -45,6 +45,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _ALARMING = {Outcome.INTERNAL: "error", Outcome.BROKEN_STREAM: "warning"}
 
 Listener = Callable[[str, str, Mapping[str, Any]], None]
+"""Called with the level, the name and the fields of a log line."""
 _listeners: list[Listener] = []
 
 _log = structlog.get_logger()
@@ -53,8 +54,8 @@ _log = structlog.get_logger()
 def configure(log_format: str, log_level: str, stream: TextIO | None = None) -> None:
     """Configures logging for the whole process. The last call counts.
 
-    `log_format` is in FORMATS, `log_level` in LEVELS. Text has colours only on a terminal. Raises KeyError for an
-    unknown level and ValueError for an unknown format.
+    `log_format` is in FORMATS, `log_level` in LEVELS. `stream` is by default standard error. Text has colours only on a
+    terminal. Raises KeyError for an unknown level and ValueError for an unknown format.
     """
     global _exits
     target = stream if stream is not None else sys.stderr
@@ -84,9 +85,9 @@ def configure(log_format: str, log_level: str, stream: TextIO | None = None) -> 
 
 @contextmanager
 def heard_by(listener: Listener) -> Iterator[None]:
-    """During the block, passes the level, name and fields of each log line to `listener`.
+    """Calls `listener` with each log line during the block.
 
-    Leaves out lines of requests, and lines below level `info`.
+    Leaves out lines of single requests, and lines below level `info`.
     """
     _listeners.append(listener)
     try:
@@ -96,7 +97,7 @@ def heard_by(listener: Listener) -> Iterator[None]:
 
 
 def _heard_at(level: int, _logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
-    """Passes a line to the listeners, and drops it if it is below the log's level."""
+    """Passes a line to the listeners, and drops it if it is below the level of the log."""
     if event["event"] != EXIT_EVENT and LEVELS.get(method, LEVELS["error"]) >= LEVELS["info"]:
         for listener in _listeners:
             listener(method, str(event["event"]), event)
@@ -106,7 +107,7 @@ def _heard_at(level: int, _logger: WrappedLogger, method: str, event: EventDict)
 
 
 def write_by_thread() -> None:
-    """Makes a thread write to standard error for this process, until it ends.
+    """Makes a thread write to standard error, until the process ends.
 
     A process that is going to serve calls this once, before `configure`.
     """
@@ -123,12 +124,12 @@ def write_by_thread() -> None:
 
 
 def take_lines_lost() -> int:
-    """Returns the number of lines that standard error lost since the last call."""
+    """Returns the number of lines that could not be written to standard error since the last call."""
     return _standard_error.take_lost() if _standard_error is not None else 0
 
 
 def log_exit(ended: RequestExit) -> None:
-    """Logs a finished request. At level `debug`, the line has the reasons of the grant."""
+    """Logs a finished request. At level `debug`, the line also has the reasons of the grant."""
     # Most requests complete, and hashing an outcome costs a call.
     outcome = ended.outcome
     level = "info" if outcome is Outcome.COMPLETED else _ALARMING.get(outcome, "info")
@@ -142,7 +143,7 @@ def log_exit(ended: RequestExit) -> None:
 
 
 def log_replaced_id(request_id: str) -> None:
-    """Logs that `request_id` replaces a client's id, which does not fit a log line."""
+    """Logs that `request_id` replaces an id of a client that is unsuitable for log lines."""
     hint = "x-request-id should be 1 to 256 printable ASCII characters without spaces"
     _log.warning("request_id_replaced", request_id=request_id, hint=hint)
 
@@ -153,7 +154,7 @@ def log_internal(request_id: str, error: BaseException) -> None:
 
 
 class _WallClock:
-    """Makes the timestamps of log lines. Formats each whole second only once."""
+    """Makes the timestamps of log lines. Formats each second only once."""
 
     __slots__ = ("_at", "_format", "_local", "_prefix")
 
@@ -174,12 +175,15 @@ class _WallClock:
 
 
 class _Render(Protocol):
-    """The last processor of structlog, which formats a log line. `exit` formats the most frequent line directly."""
+    """The last processor of structlog, which formats a log line.
+
+    `exit` formats the line of a finished request, the most frequent one, without structlog.
+    """
 
     def __call__(self, logger: WrappedLogger, method: str, event: EventDict, /) -> str: ...
 
     def exit(self, level: str, ended: RequestExit, why: GrantReason | None) -> str:
-        """Formats the log line of a finished request. `__call__` would return the same line for the same fields."""
+        """Returns the log line of a finished request. `__call__` would return the same line for the same fields."""
 
 
 class _JsonRender:
@@ -236,7 +240,7 @@ class _TextRender:
 
 
 class _Stream:
-    """A text stream that ignores failures: a log that cannot be written must not fail a request."""
+    """A text stream that ignores failures, because a log that cannot be written must not fail a request."""
 
     def __init__(self, target: TextIO) -> None:
         self._target = target
@@ -273,7 +277,7 @@ class _StandardError(LineWriter[bytes]):
 
 
 class _LinesToWriter(RawIOBase):
-    """The raw stream under standard error's text stream. Passes each line to the writer."""
+    """The raw stream under the text stream of standard error. Passes each line to the writer."""
 
     def __init__(self, writer: _StandardError) -> None:
         self._writer = writer

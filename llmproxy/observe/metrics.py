@@ -1,7 +1,7 @@
-"""All `llmproxy_` metrics; `docs/reference/metrics.md` explains each.
+"""All metrics of the proxy; `docs/reference/metrics.md` explains each.
 
-Most counters and histograms change with the exit record of a request. Gauges are read from the dispatcher at a scrape,
-so that they never drift from its state.
+Most counters and histograms change when a request ends. Gauges are read from the dispatcher at a scrape, so that they
+never differ from its state.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from llmproxy.observe.series import Counts, Distributions, SeriesCollector
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 LABELS_MAX = 200
-"""Maximum number of values of `model`, `tenant` or `limit`. Further values count as `other`, which is included."""
+"""The maximum number of values of the labels `model`, `tenant` and `limit`.
+
+Further values count as `other`, itself one of them.
+"""
 
 OTHER = "other"
 
@@ -40,7 +43,7 @@ DECISION_BUCKETS_S = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 
 
 @dataclass(frozen=True, slots=True)
 class QueueState:
-    """The waiting requests of one band. `longest_s` is the wait of the oldest."""
+    """The waiting requests of one band and their body bytes. `longest_s` is how long the oldest has waited."""
 
     band: str
     requests: int
@@ -65,20 +68,20 @@ class BackendState:
     ejected: bool = False
     down: bool = False
     pool: str = ""  # "" before the first model list.
-    day_left: float | None = None  # The rest of the bound of the day of an external backend.
+    day_left: float | None = None  # The money that an external backend may still cost today; None for others.
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterState:
-    """The cluster, as one member sees it."""
+    """The state of the cluster, as one member sees it."""
 
-    leads: bool
-    led: bool
-    epoch: int
-    members: int
+    leads: bool  # Whether this member is the leader.
+    led: bool  # Whether there is a leader that this member can ask.
+    epoch: int  # The number of the leader's term.
+    members: int  # The members that the leader knows.
     changes: int  # How often this member began to lead or to follow.
-    gap_s: float | None  # Time without a leader before the current leader.
-    lock_away: bool
+    gap_s: float | None  # The seconds without a leader before the current leader.
+    lock_away: bool  # Whether the lock of the cluster does not answer.
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +210,7 @@ def _gauge(name: str, text: str, label: str, values: Iterable[tuple[str, float |
 
 
 def _most(blocked: Mapping[str, int]) -> Iterator[tuple[str, int]]:
-    """Yields each limit with its count, the largest first. Limits beyond LABELS_MAX are summed up as `other`."""
+    """Yields each limit with its count, the largest first. Limits beyond LABELS_MAX are added up as `other`."""
     ordered = sorted(blocked.items(), key=lambda one: (-one[1], one[0]))
     named = LABELS_MAX - 1
     yield from ordered[:named]
@@ -216,7 +219,7 @@ def _most(blocked: Mapping[str, int]) -> Iterator[tuple[str, int]]:
 
 
 class Capped:
-    """Replaces values of a label beyond the first LABELS_MAX by `other`."""
+    """Limits a label to LABELS_MAX values. Returns a further value as `other`. The values in `known` always stay."""
 
     def __init__(self, *known: str) -> None:
         self._known = {*known, OTHER}
@@ -275,7 +278,10 @@ def _result(ok: bool) -> str:
 
 
 class Metrics:
-    """The metrics of one process, in a separate registry. Each scrape calls `state`, on the scrape's thread."""
+    """The metrics of one process, in a registry of their own.
+
+    Each scrape calls `state`, on the thread of the scrape.
+    """
 
     def __init__(self, state: Callable[[], LiveState]) -> None:
         # The library would add a time of creation to every series, a third more lines of no use.
@@ -321,26 +327,26 @@ class Metrics:
         self._counts["poll_failures_total"][backend, trouble.value] += 1
 
     def adapter_changed(self, backend: str, action: str, ok: bool) -> None:
-        """Counts a request to `load` or `unload` an adapter. `ok`: the backend did so."""
+        """Counts a request to a backend to `load` or `unload` an adapter. `ok`: whether the backend did so."""
         self._counts["adapter_changes_total"][backend, action, _result(ok)] += 1
 
     def reloaded(self, ok: bool) -> None:
-        """Counts a reload of the configuration. `ok`: the new configuration is in use."""
+        """Counts a reload of the configuration. `ok`: whether the new configuration is in use."""
         self._counts["config_reloads_total"][_result(ok),] += 1
         self._reload_ok.set(ok)
         if ok:
             self._reloaded_at.set_to_current_time()
 
     def replica_started(self, pool: str, took_s: float) -> None:
-        """Records that a new backend began to serve `took_s` after its first failed poll."""
+        """Records that a new backend of `pool` began to serve `took_s` seconds after its first failed poll."""
         self._starts[self._pool(pool),].observe(took_s)
 
-    def looked(self, source: str, ok: bool) -> None:
-        """Counts a query of a source of backends."""
+    def source_queried(self, source: str, ok: bool) -> None:
+        """Counts a query of a source of backends. `ok`: whether the source answered."""
         self._counts["discovery_lookups_total"][source, _result(ok)] += 1
 
     def forget_backend(self, backend: str) -> None:
-        """Drops the series of a removed backend. Otherwise each new address would add series for ever."""
+        """Drops the series of a removed backend. Otherwise each new address would add series without end."""
         for series in self._series.values():
             for labels in [labels for labels in series if series.labels[:1] == ("backend",) and labels[0] == backend]:
                 del series[labels]
@@ -357,7 +363,7 @@ class Metrics:
         self._spans_lost.inc(spans)
 
     def log_lines_lost(self, lines: int) -> None:
-        """Counts lines that standard error lost."""
+        """Counts log lines that could not be written to standard error."""
         self._counts["log_lines_lost_total"][()] += lines
 
     def page(self) -> bytes:

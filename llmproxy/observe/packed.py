@@ -10,7 +10,10 @@ INTEGER_MAX = (1 << 64) - 1
 
 
 def packed(value: object) -> bytes:
-    """Encodes `value` as MessagePack. Escapes texts that are not UTF-8. Replaces larger integers by INTEGER_MAX."""
+    """Returns `value` as MessagePack.
+
+    Bytes that are not UTF-8 are escaped in texts. Integers beyond 64 bits become INTEGER_MAX.
+    """
     try:
         return _ENCODER.encode(value)
     except (UnicodeEncodeError, OverflowError):
@@ -18,7 +21,7 @@ def packed(value: object) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Converts a string of a subclass, such as a header name, to a plain string."""
+    """Returns a string of a subclass, such as a header name, as a plain string."""
     if isinstance(value, str):
         return str(value)
     raise NotImplementedError(type(value).__name__)

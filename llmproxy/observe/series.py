@@ -1,6 +1,6 @@
-"""Fast counters and histograms for one thread, exported as prometheus_client metrics.
+"""Fast counters and histograms for one thread, exported as metrics of prometheus_client.
 
-The library's own metrics take a lock for each addition and search their buckets from the first, half the cost of
+The metrics of prometheus_client take a lock for each addition and search their buckets from the first, half the cost of
 counting a request. Here, an addition changes a number in a dict. Scrapes must run on the same thread.
 """
 
@@ -20,7 +20,10 @@ Labels = tuple[str, ...]
 
 
 class Counts(defaultdict[Labels, float]):
-    """A counter. Maps label values to counts. A series appears with its first addition; without labels, at once."""
+    """A counter: label values -> count.
+
+    A series appears with its first addition. A counter without labels appears at once, as 0.
+    """
 
     def __init__(self, name: str, text: str, labels: Labels) -> None:
         super().__init__(float)
@@ -51,7 +54,7 @@ class Distribution:
 
 
 class Distributions(dict[Labels, Distribution]):
-    """A histogram. Maps label values to series. Without `bounds`, a summary of count and sum.
+    """A histogram: label values -> series. Without `bounds`, a summary of count and sum.
 
     `bounds` are the ascending upper bounds of the buckets, without infinity.
     """
@@ -82,6 +85,8 @@ class Distributions(dict[Labels, Distribution]):
 
 
 class SeriesCollector(Collector):
+    """Makes counters and histograms, and exports all of them at a scrape."""
+
     def __init__(self) -> None:
         self._series: list[Counts | Distributions] = []
 

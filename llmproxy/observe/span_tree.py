@@ -1,7 +1,7 @@
-"""The spans of one request, made from its exit record: the request, its waits and its attempts.
+"""Makes the spans of one request from its exit record: spans of the request, of each wait and of each attempt.
 
-Attributes follow the OpenTelemetry conventions (HTTP, stable; GenAI, in development); others begin with `llmproxy.`. No
-attribute has a prompt or a key.
+Attributes follow the OpenTelemetry conventions (HTTP, stable; GenAI, in development). Other attributes begin with
+`llmproxy.`. No attribute has a prompt or a key.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 
 class SpanTree:
-    """Makes the spans of requests received by `scheme` (http or https)."""
+    """Makes the spans of requests. `scheme` (http or https) is the protocol of the port for clients."""
 
     def __init__(self, scheme: str) -> None:
         self._scheme = scheme
@@ -38,7 +38,7 @@ class SpanTree:
         self._scope = InstrumentationScope("llmproxy", __version__)
 
     def spans(self, ended: RequestExit) -> list[ReadableSpan]:
-        """Returns the spans of a sampled request. The first covers the whole request."""
+        """Returns the spans of a request that is sampled. The first span covers the whole request."""
         trace, arrived_s, ended_s = ended.trace, ended.arrived_s, ended.ended_s
         assert trace is not None
         assert arrived_s is not None
@@ -128,7 +128,10 @@ class _Spans:
         events: list[tuple[str, float]] | None = None,
         links: list[Link] | None = None,
     ) -> ReadableSpan:
-        """Makes a span, with a new id if `span_id` is None. Attributes that are None are left out."""
+        """Returns a span, with a new id if `span_id` is None. Times are on the scheduler's clock.
+
+        Attributes that are None are left out.
+        """
         kept = {key: value for key, value in attributes.items() if value is not None}
         if error is not None:
             kept["error.type"] = error
@@ -156,12 +159,12 @@ def _context(trace_id: str, span_id: str, *, is_remote: bool) -> SpanContext:
 
 
 def _operation(path: str) -> str:
-    """Returns `gen_ai.operation.name`. For a path unknown to the conventions, this is the last part of the path."""
+    """Returns `gen_ai.operation.name`; for a path that the conventions do not know, the last part of the path."""
     return OPERATIONS.get(path) or path.rpartition("/")[2]
 
 
 def _queue_attributes(ended: RequestExit, attempt: Attempt) -> dict[str, Any]:
-    """Returns the attributes of a wait. `attempt` is empty for a wait without a grant."""
+    """Returns the attributes of the span of a wait. For a wait without a grant, `attempt` is empty."""
     attributes: dict[str, Any] = {
         "llmproxy.band": ended.band,
         "llmproxy.flow": ended.flow,
@@ -213,7 +216,7 @@ def _predicted(time: str, predicted: Predicted | None) -> dict[str, float]:
 
 
 def _attempt_error(attempt: Attempt) -> str | None:
-    """Returns the `error.type` of a failed attempt; None for others, such as a preempted attempt."""
+    """Returns the `error.type` of a failed attempt; None for any other attempt, such as a preempted one."""
     if attempt.status is not None and attempt.status >= 400:
         return str(attempt.status)
     return None if attempt.verdict in _NO_FAILURES else attempt.verdict.value

@@ -22,9 +22,13 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 BATCH_SPANS = 32
-"""Maximum spans in a message: encoding more at once would block the event loop, which shares the interpreter lock."""
-REQUESTS_MAX = 2_048  # Maximum requests that wait for the thread. Spans of further requests are dropped and counted.
-LINGER_S = 0.5  # How long a batch that is not full waits for the next request.
+"""The maximum number of spans in a message.
+
+Encoding more at once would block the event loop, which shares the interpreter lock with the thread.
+"""
+REQUESTS_MAX = 2_048
+"""The maximum number of requests that wait for the thread. Spans of further requests are dropped and counted."""
+LINGER_S = 0.5  # How long a batch that is not full waits for another request.
 CLOSE_S = 5.0  # How long closing may wait for the receiver.
 _EXPORTERS = {"http/protobuf": "http", "grpc": "grpc"}
 _LIBRARY = "opentelemetry.exporter.otlp"
@@ -33,7 +37,10 @@ _log = structlog.get_logger()
 
 
 def exporter_class(environ: Mapping[str, str] = os.environ) -> Any:
-    """Returns the exporter class for the protocol. Raises ConfigError if it is unknown or not installed."""
+    """Returns the exporter class for the OTLP protocol that `environ` names; by default `http/protobuf`.
+
+    Raises ConfigError if the protocol is unknown or its library is not installed.
+    """
     variables = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
     protocol = next((environ[name].strip() for name in variables if environ.get(name, "").strip()), "http/protobuf")
     if protocol not in _EXPORTERS:
@@ -49,20 +56,26 @@ def exporter_class(environ: Mapping[str, str] = os.environ) -> Any:
 
 
 def check(config: Config) -> None:
-    """Raises ConfigError if the library of the configured tracing is missing, or if the environment is invalid."""
+    """Raises ConfigError if tracing is configured and cannot work.
+
+    Its library may be missing, or its environment variables may be invalid.
+    """
     if Sampler.of(config) is not None:
         exporter_class()
 
 
 def started(scheme: str, on_lost: Callable[[int], None]) -> SpanExport:
-    """Starts the export for requests received by `scheme` (http or https). Loading its libraries takes a moment."""
+    """Starts the export of spans. Raises ConfigError as `check` does.
+
+    `scheme` (http or https) is the protocol of the port for clients. Loading the libraries takes a moment.
+    """
     from llmproxy.observe.span_tree import SpanTree
 
     return SpanExport(exporter_class()(), SpanTree(scheme).spans, on_lost)
 
 
 class _Reasons(logging.Handler):
-    """Stores the last message of the export library, for the one line that the proxy logs per outage."""
+    """Stores the last message of the export library. The proxy logs it once per outage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +106,7 @@ class SpanExport:
         self._thread.start()
 
     def record(self, ended: RequestExit) -> None:
-        """Queues a finished sampled request. Never waits."""
+        """Queues a finished request if it is sampled. Never waits."""
         if ended.trace is None or not ended.trace.sampled:
             return
         if self._ended.qsize() < REQUESTS_MAX:
@@ -102,7 +115,7 @@ class SpanExport:
             self._on_lost(_count(ended))
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Sends the queued spans within `timeout_s`. The rest is lost."""
+        """Sends the queued spans within `timeout_s`. Spans that are not sent by then are lost."""
         self._ended.put(None)
         self._thread.join(timeout_s)
         # Ends the pause between two attempts to send, and refuses every further batch.

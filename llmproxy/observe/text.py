@@ -9,7 +9,7 @@ _is_word = re.compile(r"[!#-<>-~]+").fullmatch
 
 
 def shown(value: object) -> str:
-    """Formats a value as one printable word, which can neither begin a new line nor control the terminal."""
+    """Returns a value as one printable word, which can neither begin a new line nor control the terminal."""
     if isinstance(value, str):
         if _is_word(value):
             return value
@@ -26,7 +26,7 @@ def shown(value: object) -> str:
 
 
 class ShownNames(dict[str, str]):
-    """Caches `shown` for frequent names. Bounded, because clients send names too."""
+    """Caches the result of `shown` for frequent names. Its size is limited, because clients send names too."""
 
     NAMES_MAX = 1_024
     NAME_CHARS_MAX = 256

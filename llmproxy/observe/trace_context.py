@@ -1,6 +1,6 @@
 """The trace context of a request (W3C Trace Context): its parent, whether it is sampled, and the headers for backends.
 
-A running request has only this context. A thread makes its spans later, from the exit record.
+A running request has only this context. A thread makes the spans of the request later, from its exit record.
 """
 
 from __future__ import annotations
@@ -14,9 +14,13 @@ from msgspec import Struct
 from llmproxy.config import Config, ConfigError
 
 TRACE_FIELDS = frozenset({"traceparent"})
+"""Client headers that backends do not get if the proxy continues the client's trace."""
 BEGUN_FIELDS = TRACE_FIELDS | {"tracestate"}
-"""Client headers that backends do not get if the trace begins here. `tracestate` belongs to the client's trace."""
-RATIO = 0.1  # Default share of sampled traces, if the trace begins here.
+"""Client headers that backends do not get if the trace begins at this proxy.
+
+`tracestate` belongs to the client's trace.
+"""
+RATIO = 0.1  # The default share of sampled traces, for traces that begin at this proxy.
 SAMPLERS: Mapping[str, tuple[bool, float | None]] = {
     "always_on": (False, 1.0),
     "always_off": (False, 0.0),
@@ -25,7 +29,10 @@ SAMPLERS: Mapping[str, tuple[bool, float | None]] = {
     "parentbased_always_off": (True, 0.0),
     "parentbased_traceidratio": (True, None),
 }
-"""OpenTelemetry's samplers -> (whether the parent decides, ratio). None: the ratio is in OTEL_TRACES_SAMPLER_ARG."""
+"""OpenTelemetry's sampler -> whether the parent decides, and the ratio.
+
+If the ratio is None, it is in OTEL_TRACES_SAMPLER_ARG.
+"""
 
 # Version 00 ends after the flags, later ones may go on. Version ff and ids of zeros are invalid.
 _TRACEPARENT = re.compile(
@@ -43,7 +50,7 @@ class TraceContext(Struct, frozen=True):
     linked: tuple[str, str] | None = None  # (trace, span) of a client that is not trusted.
 
     def traceparent(self, span_id: str) -> str:
-        """Returns the `traceparent` header that makes `span_id` the parent of the receiver's spans."""
+        """Returns the value of the header `traceparent`, in which `span_id` is the parent of the receiver's spans."""
         return f"00-{self.trace_id}-{span_id}-{'01' if self.sampled else '00'}"
 
     @property
@@ -53,10 +60,10 @@ class TraceContext(Struct, frozen=True):
 
 
 class Sampler:
-    """Decides the trace of a request, and whether it is sampled.
+    """Decides which trace a request belongs to, and whether it is sampled.
 
-    With `by_parent`, the client's sampling flag decides, and `ratio` applies only to traces that begin here. Otherwise
-    `ratio` applies to all traces. The trace id decides, so that two processes agree about a trace.
+    With `by_parent`, the client's sampling flag decides, and `ratio` applies only to traces that begin at this proxy.
+    Otherwise `ratio` applies to all traces. The trace id decides, so that two processes agree about a trace.
     """
 
     def __init__(self, by_parent: bool, ratio: float) -> None:
@@ -65,7 +72,10 @@ class Sampler:
 
     @classmethod
     def of(cls, config: Config, environ: Mapping[str, str] = os.environ) -> Sampler | None:
-        """Returns the environment's sampler, None without tracing. Raises ConfigError for an unknown sampler."""
+        """Returns the sampler that the environment variables describe; None without tracing.
+
+        Raises ConfigError for an unknown sampler or a ratio that is no number from 0 to 1.
+        """
         if not config.tracing or environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
             return None
         name = environ.get("OTEL_TRACES_SAMPLER", "").strip() or "parentbased_traceidratio"
@@ -75,9 +85,10 @@ class Sampler:
         return cls(by_parent, _ratio(environ.get("OTEL_TRACES_SAMPLER_ARG", "")) if ratio is None else ratio)
 
     def begin(self, traceparents: Sequence[str], believed: bool) -> TraceContext:
-        """Returns the context of a request. Continues the client's trace only if the client is `believed`.
+        """Returns the trace context of a request with the header values `traceparents`.
 
-        An invalid `traceparent`, or more than one, counts as none.
+        Continues the client's trace only if the client is `believed`; otherwise begins a trace that links to the
+        client's. An invalid value, or more than one value, counts as none.
         """
         parent = _TRACEPARENT.fullmatch(traceparents[0]) if len(traceparents) == 1 else None
         if parent is not None and believed:

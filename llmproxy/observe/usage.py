@@ -1,4 +1,4 @@
-"""Counts the requests and tokens of each tenant, key and model by calendar day, and keeps them in files.
+"""Counts the requests and tokens of each tenant, key and model by calendar day, and keeps the counts in files.
 
 Each process has one file a day, with a JSON line for each tenant and key, and replaces it as a whole. The use of a day
 is the sum of all files of the day, so processes that follow each other, and members of a cluster with a shared folder,
@@ -27,30 +27,30 @@ from llmproxy.core.queueing.day_budgets import MONEY, DayBudgets
 from llmproxy.core.queueing.rate_limits import REQUESTS, TOKENS, RateName
 from llmproxy.observe.exit import UNKNOWN_MODEL, RequestExit
 
-WRITE_S = 1.0
-"""How often the file is written. A process that is killed loses the use of this time."""
-LOOK_S = 60.0
-OTHERS_S = 5.0
-"""How often the files of other processes are looked at."""
+WRITE_S = 1.0  # The seconds between two writes of the file. A process that is killed loses the use of this time.
+DAY_CHECK_S = 60.0  # The maximum seconds between two checks of the day.
+OTHERS_S = 5.0  # The minimum seconds between two reads of the files of other processes.
 ENTRIES_MAX = 100_000
-"""The most combinations of tenant, key and model of a day. Further ones count under `UNKNOWN_MODEL`."""
+"""The maximum number of combinations of tenant, key and model in a day. Further models count under UNKNOWN_MODEL."""
 FILE_BYTES_MAX = 64 << 20
 PLAIN_KEY = re.compile(r"api_keys\[(\d+)\]")
-Who = tuple[str, str]
-"""(Tenant, name of the key)."""
+Who = tuple[str, str]  # The tenant and the name of the key.
 
 _log = structlog.get_logger()
 
 
 class Used(msgspec.Struct, omit_defaults=True):
-    """The use of a model, or of all models together. Tokens are the engines' counts, and estimates without these."""
+    """The use of a model, or of all models together.
+
+    Tokens are the engines' counts. Where an engine did not count, they are estimates.
+    """
 
     requests: int = 0
     prompt_tokens: int = 0
-    # A part of the prompt tokens.
+    # The prompt tokens that the engine had cached; `prompt_tokens` includes them.
     cached_tokens: int = 0
     output_tokens: int = 0
-    # A part of the prompt and output tokens.
+    # The prompt and output tokens that are estimates; the other two counts include them.
     estimated_tokens: int = 0
 
     def add(self, other: Used) -> None:
@@ -71,11 +71,11 @@ class Line(msgspec.Struct, omit_defaults=True):
     day: str
     tenant: str
     key: str
-    # By the names that clients requested.
+    # The name of the model that clients requested -> use.
     models: dict[str, Used]
-    # The part under other names than these: by the models behind aliases, and the base models of adapters.
+    # The model behind an alias, or the base model of an adapter -> the part of the use in `models` that it served.
     served_as: dict[str, Used] = {}
-    # The cost of its requests by external backend.
+    # External backend -> the cost of the requests that it served.
     costs: dict[str, float] = {}
 
 
@@ -117,10 +117,11 @@ class Usage:
         self._warned = ""
 
     def today(self) -> str:
+        """Returns the current day in the configured time zone, as YYYY-MM-DD."""
         return datetime.fromtimestamp(self._clock(), self._zone).date().isoformat()
 
     def day_left_s(self) -> float:
-        """Returns the seconds until the next day. Days with a change of the clock have 23 or 25 hours."""
+        """Returns the seconds until the next day. A day on which clocks change has 23 or 25 hours."""
         now = datetime.fromtimestamp(self._clock(), self._zone)
         tomorrow = datetime.combine(now.date() + timedelta(days=1), datetime.min.time(), self._zone)
         return tomorrow.timestamp() - now.timestamp()
@@ -156,7 +157,10 @@ class Usage:
         self._unwritten.add(self._today)
 
     def lasting(self, key: str) -> str:
-        """Returns the name in files of a key in `api_keys`, which another configuration may have at another place."""
+        """Returns the name that the files use for a key `api_keys[N]`, or `key` itself for any other name.
+
+        The name has a hash of the key, because the position of a key may differ in another configuration.
+        """
         keys, place = self._plain_keys(), PLAIN_KEY.fullmatch(key)
         return _lasting(keys[int(place[1])]) if place is not None and int(place[1]) < len(keys) else key
 
@@ -170,7 +174,7 @@ class Usage:
     # --- sums ---------------------------------------------------------------------------------------------------------
 
     def of_tenant(self, tenant: str) -> Iterator[Line]:
-        """Yields the lines of a tenant in the current month, of all processes that were read last."""
+        """Yields the lines of a tenant in the current month, of this process and of the files that were read last."""
         return (line for line in self._all() if line.tenant == tenant)
 
     def of_today(self) -> Iterator[Line]:
@@ -185,7 +189,10 @@ class Usage:
         yield from (line for line in (*self._earlier, *self._lines.values()) if line.day[:7] == month)
 
     def read_others(self) -> None:
-        """Reads the files of this month that other processes have changed. Blocks."""
+        """Reads the files of this month that other processes have changed, at most every OTHERS_S.
+
+        Blocks on the disk.
+        """
         now = self._clock()
         if self._folder is None or abs(now - self._others_s) < OTHERS_S:
             return
@@ -215,7 +222,10 @@ class Usage:
     # --- budgets ------------------------------------------------------------------------------------------------------
 
     async def begin_day(self, days: DayBudgets) -> None:
-        """Gives the budgets the current day, and the use of this day by all processes."""
+        """Tells the budgets which day it is, and how much of them all processes have used today.
+
+        Does nothing if the budgets already have this day.
+        """
         await asyncio.to_thread(self.read_others)
         now = asyncio.get_running_loop().time()
         if not days.begin(self.today(), now + self.day_left_s(), now):
@@ -230,15 +240,21 @@ class Usage:
         days.restore(costs)
 
     async def follow_days(self, days: DayBudgets) -> None:
-        """Begins each day, until cancelled. Looks every minute, because clocks are set."""
+        """Calls `begin_day` at each midnight, until the task is cancelled.
+
+        Calls it once a minute too, because clocks may be set.
+        """
         while True:
-            await asyncio.sleep(min(LOOK_S, self.day_left_s()))
+            await asyncio.sleep(min(DAY_CHECK_S, self.day_left_s()))
             await self.begin_day(days)
 
     # --- files --------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Writes the use whenever it has changed, until cancelled, and once more at the end."""
+        """Writes the use every WRITE_S if it has changed, and once more when the task is cancelled.
+
+        Returns at once without a folder.
+        """
         try:
             while self._folder is not None:
                 await asyncio.sleep(WRITE_S)
@@ -250,7 +266,7 @@ class Usage:
                 self._replace(day, content)
 
     def _due(self) -> list[tuple[str, bytes]]:
-        """Returns the day and the content of each file to write."""
+        """Returns the day and the content of each file that must be written."""
         due, self._unwritten = self._unwritten, set()
         lines = [*self._earlier, *self._lines.values()]
         return [(day, _encoded(line for line in lines if line.day == day)) for day in due]
@@ -284,7 +300,7 @@ class Usage:
 
 
 def _partly_estimated(ended: RequestExit) -> Used:
-    """Returns the use of a request whose last engine counted nothing, or not all."""
+    """Returns the use of a request whose last engine counted no tokens, or not all."""
     used = Used(1)
     for one in ended.tried if ended.last.prompt_tokens is None else (ended.last,):
         if one.prefilled:
@@ -329,13 +345,13 @@ def total(lines: Iterable[Line]) -> Used:
 
 
 def process_name(member: str, now_s: float) -> str:
-    """Returns the part of a file's name that no other process has."""
+    """Returns a part of a file name that no other process has."""
     safe = "".join(character if character.isalnum() or character == "-" else "_" for character in member)[:64]
     return f"{safe}-{os.getpid()}-{int(now_s)}"
 
 
 def of_limits(lines: Iterable[Line]) -> dict[str, Used]:
-    """Returns the use by the names of usage limits."""
+    """Maps the names of usage limits, of tenants and of models, to the use in `lines`."""
     found: dict[str, Used] = {}
     for line in lines:
         for model, used in (*line.models.items(), *line.served_as.items()):

@@ -9,7 +9,8 @@ from select import PIPE_BUF, POLLOUT, poll
 from threading import Event, RLock, Thread
 from typing import Generic, TypeVar
 
-WRITE_BYTES = PIPE_BUF  # Maximum bytes of a write of whole lines: the kernel does not mix such writes to a shared pipe.
+WRITE_BYTES = PIPE_BUF
+"""The maximum bytes of one write of whole lines. The kernel does not mix such writes of several processes to a pipe."""
 LINGER_S = 0.02
 """How long the thread gathers lines between two writes. The first line after a pause is written at once."""
 CLOSE_S = 5.0  # How long closing may wait for the disk.
@@ -18,10 +19,10 @@ Line = TypeVar("Line")
 
 
 class LineWriter(ABC, Generic[Line]):
-    """Writes lines in order on a thread, which `start` starts once.
+    """Writes lines in order on a thread, which `start` starts.
 
-    Lines beyond a total size of `size_max`, and lines that the file refuses, are dropped and counted. A blocking file
-    descriptor stays blocking, because other processes may share the open file.
+    If the waiting lines would exceed a total size of `size_max`, a line is dropped and counted, and so are lines that
+    the file refuses. A blocking file descriptor stays blocking, because other processes may share the open file.
     """
 
     def __init__(self, name: str, file: FileIO, size_max: int) -> None:
@@ -41,21 +42,21 @@ class LineWriter(ABC, Generic[Line]):
 
     @abstractmethod
     def _encoded(self, line: Line) -> bytes:
-        """Encodes a line, with its end."""
+        """Returns the bytes of a line, with its line end."""
 
     @abstractmethod
     def _failed(self, error: OSError) -> None:
-        """Reports a failed write on the thread, unless the write before it failed too."""
+        """Reports a failed write; called on the thread. A failure that directly follows a failure is not reported."""
 
     @abstractmethod
     def _resumed(self, lost: int) -> None:
-        """Reports on the thread that lines can be written again, and that `lost` lines were dropped."""
+        """Reports that lines are written again after `lost` lines were dropped; called on the thread."""
 
     def start(self) -> None:
         self._thread.start()
 
     def put(self, line: Line, size: int = 1) -> None:
-        """Queues a line. Never waits. May be called from any thread."""
+        """Queues a line that counts `size` toward `size_max`. Never waits. May be called from any thread."""
         with self._lock:
             if self._size + size > self._size_max:
                 self._lose(1)
@@ -67,13 +68,16 @@ class LineWriter(ABC, Generic[Line]):
             self._wake.put(None)
 
     def take_lost(self) -> int:
-        """Returns the number of lines lost since the last call."""
+        """Returns the number of lines that were dropped since the last call."""
         with self._lock:
             lost, self._lost = self._lost, 0
         return lost
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Writes the waiting lines and closes the file, unless that takes longer than `timeout_s`."""
+        """Writes the waiting lines and closes the file.
+
+        Returns after at most `timeout_s`, even if that is not finished.
+        """
         self._closing.set()
         self._wake.put(None)
         self._thread.join(timeout_s)

@@ -83,7 +83,7 @@ def metrics() -> str:
     found.attempted("b", Verdict.SERVED)
     found.poll_failed("b", Trouble.TIMEOUT)
     found.adapter_changed("b", "load", ok=True)
-    found.looked("file", True)
+    found.source_queried("file", True)
     found.reloaded(True)
     rows: list[tuple[str, ...]] = []
     for family in found.registry.collect():

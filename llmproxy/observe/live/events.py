@@ -13,9 +13,9 @@ from msgspec import Struct
 
 from llmproxy.observe.text import shown
 
-EVENTS_MAX = 500
+EVENTS_MAX = 500  # The number of events that are kept. The oldest event is dropped first.
 TEXT_CHARS_MAX = 400
-HIDDEN = frozenset({"exception", "exc_info", "level", "event"})  # Log fields that are not part of an event's text.
+HIDDEN = frozenset({"exception", "exc_info", "level", "event"})  # Log fields that are not part of the text of an event.
 EJECTED = "backend_ejected"
 STATE_EVENTS = frozenset(
     {"backend_down", EJECTED, "backend_up", "backend_back", "backend_drained", "backend_undrained"}
@@ -24,7 +24,7 @@ STATE_EVENTS = frozenset(
 
 
 class Event(Struct, frozen=True):
-    """A log line about the state of the proxy."""
+    """A log line about the state of the proxy or of a backend."""
 
     serial: int
     at_s: float  # On the clock of the history.
@@ -36,7 +36,7 @@ class Event(Struct, frozen=True):
 
 
 class Events:
-    """The last `EVENTS_MAX` events."""
+    """The last EVENTS_MAX events."""
 
     def __init__(self) -> None:
         self._kept: deque[Event] = deque(maxlen=EVENTS_MAX)
@@ -48,6 +48,7 @@ class Events:
         return self._kept[-1].serial if self._kept else 0
 
     def note(self, level: str, name: str, fields: Mapping[str, object], at_s: float) -> None:
+        """Adds a log line, with its time `at_s` on the clock of the history."""
         text = " ".join(f"{key}={shown(value)}" for key, value in fields.items() if key not in HIDDEN)
         backend = fields.get("backend")
         event = Event(

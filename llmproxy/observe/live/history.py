@@ -11,14 +11,17 @@ from math import nan
 
 from msgspec import Struct
 
-SECONDS = 900
-TENS = 8_640
+SECONDS = 900  # The number of seconds with a value of their own (15 minutes).
+TENS = 8_640  # The number of ten-second values (one day).
 TEN_S = 10
-COLUMNS_MAX = 560  # The most columns, which take 21.4 MB.
+COLUMNS_MAX = 560  # The maximum number of columns, which together take 21.4 MB.
 
 
 class Stretch(Struct, frozen=True):
-    """A range of time of several columns: `rows` values each, every `step_s` seconds from second `from_s` on."""
+    """A range of time of several columns.
+
+    Each column has `rows` values, every `step_s` seconds from second `from_s` on.
+    """
 
     names: tuple[str, ...]
     from_s: int
@@ -39,8 +42,8 @@ class _Column:
 class History:
     """Maps each second of a monotonic clock to a row of named values.
 
-    Ten seconds become one value for the history of a day: the mean, or the maximum in columns `*/NAME` for each NAME in
-    `worst`. Columns with a prefix in `fleeting` are dropped first when there are too many columns.
+    Ten seconds become one value for the history of a day: their mean, or their maximum in columns `*/NAME` with a NAME
+    in `worst`. If there are too many columns, columns with a prefix in `fleeting` are dropped first.
     """
 
     def __init__(self, worst: Iterable[str] = (), fleeting: tuple[str, ...] = ()) -> None:
@@ -53,10 +56,11 @@ class History:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The names of all columns."""
         return tuple(self._columns)
 
     def append(self, second: int, row: Mapping[str, float]) -> None:
-        """Adds the row of a second, if the row is newer than the last row."""
+        """Adds the row of a second. Does nothing if the row is not newer than the last row."""
         if second <= self.last_s:
             return
         if self.last_s < 0:
@@ -72,14 +76,15 @@ class History:
         self._put(second, row)
 
     def latest(self) -> dict[str, float]:
+        """Returns the newest value of each column; NaN if the newest row has no value for it."""
         at = self.last_s % SECONDS
         return {name: column.seconds[at] for name, column in self._columns.items()} if self.last_s >= 0 else {}
 
     def read(self, prefixes: Iterable[str], span_s: int) -> Stretch:
         """Returns the last `span_s` seconds of the columns whose names begin with one of `prefixes`.
 
-        Up to SECONDS, each second has a value. For a longer span, each ten seconds have one value, and the unfinished
-        ten are left out.
+        Up to a span of SECONDS, each second has a value. In a longer span, each ten seconds have one value, and
+        unfinished ten seconds are left out.
         """
         wanted = tuple(prefixes)
         names = tuple(name for name in self._columns if name.startswith(wanted))
@@ -98,10 +103,10 @@ class History:
         return Stretch(names, first * step_s, step_s, rows, bytes(values))
 
     def _make_room(self, row: Mapping[str, float]) -> None:
-        """Adds the columns of a new row.
+        """Adds the columns that a new row needs.
 
-        If there are too many, drops columns without a value in the row: `fleeting` columns first, then columns without
-        a value for the longest time.
+        If there are too many columns, drops columns without a value in this row: `fleeting` columns first, then those
+        without a value for the longest time.
         """
         new = [name for name in row if name not in self._columns]
         lacking = len(self._columns) + len(new) - COLUMNS_MAX

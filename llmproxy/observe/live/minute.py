@@ -13,11 +13,12 @@ from llmproxy.core.domain import Outcome, Verdict
 from llmproxy.observe.exit import RequestExit
 
 SPAN_S = 60
-FLOWS_MAX = 1_000  # The most flows counted within one second, `OTHER` included.
+FLOWS_MAX = 1_000  # The maximum number of flows that are counted within one second, `OTHER` included.
 OTHER = "other"
 NO_BAND = "none"
 
-KINDS = ("completed", "refused", "failed", "cancelled", "client_error")  # How a request ends, see `kind_of`.
+KINDS = ("completed", "refused", "failed", "cancelled", "client_error")
+"""The ways in which a request ends; see `kind_of`."""
 REFUSED = frozenset(
     {
         Outcome.REJECTED_CAPACITY,
@@ -36,7 +37,7 @@ CLIENT_ERRORS = frozenset({Outcome.BAD_REQUEST, Outcome.UNKNOWN_MODEL, Outcome.U
 NO_FAILURES = frozenset({Verdict.SERVED, Verdict.CLIENT_GONE, Verdict.PREEMPTED, Verdict.LOCAL_FAILURE})
 """Verdicts that are no failure of the backend."""
 
-LEAST_S = 1e-4  # Times up to this are in the first bucket.
+LEAST_S = 1e-4  # Times up to this many seconds are in the first bucket.
 _GROWTH = 1.02
 _SCALE = 1.0 / log(_GROWTH)
 _OFFSET = -log(LEAST_S) * _SCALE + 1.0
@@ -44,7 +45,7 @@ _HALF = 2.0 / (1.0 + 1.0 / _GROWTH)
 
 
 def kind_of(ended: RequestExit) -> str:
-    """Returns how a request ended: `completed`, `refused` by the proxy, `client_error`, `cancelled`, else `failed`.
+    """Returns how a request ended: `completed`, `refused` (by the proxy), `client_error`, `cancelled` or `failed`.
 
     An engine's 4xx answer is a client error.
     """
@@ -59,7 +60,7 @@ def kind_of(ended: RequestExit) -> str:
 
 
 def bucket_of(seconds: float) -> int:
-    """Returns the histogram bucket of a time. The middle of a bucket is within 1 % of its times."""
+    """Returns the histogram bucket of a time. The middle of a bucket differs from each of its times by at most 1 %."""
     return int(log(seconds) * _SCALE + _OFFSET) if seconds > LEAST_S else 0
 
 
@@ -77,7 +78,10 @@ def quantile(buckets: Counter[int], share: float) -> float | None:
 
 
 class BandSums:
-    """The requests of one band: their ends, their objectives, and buckets of their times."""
+    """The requests of one band: how they ended, whether they met their objectives, and buckets of their times.
+
+    `wait_s`, `ttft_s` and `tpot_s` map a bucket to the number of requests in it.
+    """
 
     __slots__ = ("kinds", "met", "missed", "tpot_s", "ttft_s", "wait_s")
 
@@ -106,17 +110,17 @@ class BackendSums:
 
     @property
     def ttft_s(self) -> float | None:
-        """The mean seconds from grant to first token; None without any."""
+        """The mean seconds from grant to first token; None without a first token."""
         return self.first_us / self.firsts * 1e-6 if self.firsts else None
 
     @property
     def tpot_s(self) -> float | None:
-        """The mean seconds per token after the first; None without any."""
+        """The mean seconds per token after the first; None without a stream that counts."""
         return self.token_us / self.streams * 1e-6 if self.streams else None
 
 
 class FlowSums:
-    """The requests of one flow in a band, their tokens, and their queue time in microseconds.
+    """The requests of one flow in one band, their tokens, and their queue time in microseconds.
 
     `weight` is the weight of the newest request.
     """
@@ -129,12 +133,12 @@ class FlowSums:
 
     @property
     def wait_s(self) -> float:
-        """The mean seconds in the queue, also of requests that were refused there."""
+        """The mean seconds in the queue, including requests that were refused there."""
         return self.wait_us / self.ends * 1e-6 if self.ends else 0.0
 
 
 class Sums:
-    """Sums over requests that ended within some time. `flows` maps (band, flow) to sums.
+    """Sums over requests that ended in the same period. `flows` maps (band, flow) to sums.
 
     `errors` counts predicted times to first token, and `error_ratio` is the sum of their relative errors. `outcomes`
     counts only refused and failed requests.
@@ -155,7 +159,7 @@ class Sums:
         return self.backends.get(name) or BackendSums()
 
     def kind(self, kind: str) -> int:
-        """Returns the number of requests of a kind, in all bands."""
+        """Returns the number of requests of all bands that ended in this way (see KINDS)."""
         return sum(band.kinds[kind] for band in self.bands.values())
 
     def add(self, ended: RequestExit) -> None:
@@ -260,7 +264,10 @@ def _merge(mine: Counter[str] | Counter[int], theirs: Counter[str] | Counter[int
 
 
 class Minute:
-    """The sums of the last minute. `total` covers `span_s` whole seconds, `second` the last of them."""
+    """The sums of the last minute.
+
+    `total` covers the last `span_s` whole seconds, at most 60. `second` covers only the newest of them.
+    """
 
     def __init__(self) -> None:
         self.total = Sums()
@@ -276,7 +283,7 @@ class Minute:
     def tokens_per_s(self, backend: str, since_s: float | None) -> tuple[float, float]:
         """Returns the prompt and output tokens per second of requests that ended on `backend` in the last minute.
 
-        Leaves out requests that ended before `since_s`. Divides by at least one second.
+        Leaves out requests that ended before `since_s` (None: none). Divides by at least one second.
         """
         sums, span_s = [self.total.backend(backend)], self.span_s
         if since_s is not None and self._seconds:

@@ -1,6 +1,6 @@
-"""Requests of the last ten minutes, so that a page can explain each by its id.
+"""The records of requests of the last ten minutes, so that a page can explain each request by its id.
 
-They are stored as bytes, which take a third of the memory of objects and cost the garbage collector nothing.
+Records are kept as bytes, which take a third of the memory of objects and cost the garbage collector nothing.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _ended = msgspec.msgpack.Decoder(RequestExit).decode
 _waited = msgspec.msgpack.Decoder(Waited).decode
 
 KEPT_S = 600.0
-BYTES_MAX = 32 << 20  # The most bytes of all records; beyond it, the oldest records are dropped early.
-RECORD_BYTES = 240  # Overhead of a record: an instant, an id, and the objects around them.
+BYTES_MAX = 32 << 20  # The maximum bytes of all records. Beyond this, the oldest records are dropped early.
+RECORD_BYTES = 240  # The overhead of a record in memory: a time, an id, and the objects around them.
 
 
 class RecentRequests:
-    """The exit records of recent requests, and the wait reasons of requests that left without a backend."""
+    """The exit records of recent requests, and the wait reasons of requests that left the queue without a backend."""
 
     def __init__(self) -> None:
         self._kept: deque[tuple[float, str, type, bytes]] = deque()
@@ -37,7 +37,7 @@ class RecentRequests:
         self._keep(at_s, ended.request_id, ended)
 
     def left(self, request_id: str, waited: Waited, at_s: float) -> None:
-        """Stores the wait reason of a request that left without a backend at `at_s`, on the event loop's clock."""
+        """Stores why a request waited that left the queue without a backend at `at_s`, on the event loop's clock."""
         self._keep(at_s, request_id, waited)
 
     def _keep(self, at_s: float, request_id: str, value: RequestExit | Waited) -> None:
@@ -51,12 +51,12 @@ class RecentRequests:
         return (_ended(data) for _, _, kind, data in reversed(self._kept) if kind is RequestExit)
 
     def find(self, request_id: str) -> RequestExit | None:
-        """Returns the newest record of a request id, None without one."""
+        """Returns the newest record of a request id; None without a record."""
         data = self._newest(request_id, RequestExit)
         return None if data is None else _ended(data)
 
     def waited(self, request_id: str) -> Waited | None:
-        """Returns why a request waited before it left without a backend, None without a record."""
+        """Returns why a request waited before it left the queue without a backend; None without a record."""
         data = self._newest(request_id, Waited)
         return None if data is None else _waited(data)
 

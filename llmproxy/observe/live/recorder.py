@@ -20,11 +20,15 @@ from llmproxy.observe.live.minute import KINDS, Minute, quantile
 from llmproxy.observe.live.recent import RecentRequests
 from llmproxy.scheduling.dispatcher import Dispatcher
 
-BACKENDS_MAX = 64  # The most backends with columns in the history; a page shows the current state of all.
+BACKENDS_MAX = 64
+"""The maximum number of backends with columns in the history. The page shows the current state of all backends."""
 FLOWS_MAX = 20
-"""Number of flows with the most tokens that have columns in the history, and of flows with the longest waits."""
+"""How many flows with the most tokens have columns in the history.
+
+As many flows with the longest waits have columns too.
+"""
 STATES = {"up": 0.0, "starting": 1.0, "drained": 2.0, "leaving": 3.0, "ejected": 4.0, "down": 5.0}
-"""The states of a backend as numbers, the worst last."""
+"""The states of a backend as numbers in the history, the worst last."""
 
 SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 
@@ -47,7 +51,7 @@ class Recorder:
         self._loop, self._thread = asyncio.get_running_loop(), get_ident()
 
     def heard(self, level: str, name: str, fields: Mapping[str, object]) -> None:
-        """Stores a log line. May be called from any thread."""
+        """Stores a log line as an event. May be called from any thread."""
         note = partial(self.events.note, level, name, dict(fields), self._loop.time())
         if get_ident() == self._thread:
             note()
@@ -57,7 +61,7 @@ class Recorder:
                 self._loop.call_soon_threadsafe(note)
 
     async def run(self) -> None:
-        """Writes a row at each full second, until cancelled."""
+        """Writes a row of the history at each full second, until the task is cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             now = loop.time()
@@ -65,7 +69,7 @@ class Recorder:
             self.tick(loop.time())
 
     def tick(self, now: float) -> None:
-        """Writes the row of the second that ends at `now`."""
+        """Writes the row of the second that ends at `now`. Does nothing if that second has a row."""
         second = round(now) - 1
         if second <= self.history.last_s:
             return
@@ -78,7 +82,7 @@ class Recorder:
         self.minute.record(ended)
 
     def left(self, request: Request, waited: Waited) -> None:
-        """Stores the wait reason of a request that left without a backend."""
+        """Stores why a request waited that left the queue without a backend. The dispatcher calls this."""
         self.recent.left(request.label, waited, self._loop.time())
 
     def band(self, level: int) -> str:

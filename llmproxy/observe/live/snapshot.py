@@ -23,8 +23,8 @@ from llmproxy.observe.live.minute import KINDS, FlowSums, quantile
 from llmproxy.observe.live.recorder import SHARES, Recorder
 from llmproxy.observe.live.summary import summary_of
 
-FLOWS_WAITING_MAX = 100  # The maximum number of waiting flows in one document, for all pools together.
-FLOWS_MAX = 100  # Flows of the last minute in one document.
+FLOWS_WAITING_MAX = 100  # The maximum number of waiting flows in a document, for all pools together.
+FLOWS_MAX = 100  # The maximum number of flows of the last minute in a document.
 BACKENDS_MAX = 500
 ADAPTERS_MAX = 50
 LIMITS_MAX = 100
@@ -34,8 +34,8 @@ EVENTS_MAX = 40
 class LiveSnapshot:
     """Builds the JSON document of the current second.
 
-    `instance` is the name of this process. `cluster` returns the leader and the members of the cluster, None without a
-    cluster.
+    `instance` is the name of this process. `clock` is the clock of the history, and `wall` returns the Unix time.
+    `cluster` returns the leader and the members of the cluster; None without a cluster.
     """
 
     def __init__(
@@ -52,7 +52,10 @@ class LiveSnapshot:
         self._packed: bytes | None = None
 
     def document(self, *, packed: bool = False) -> bytes:
-        """Returns the document as JSON, compressed by gzip if `packed`."""
+        """Returns the document as JSON, compressed by gzip if `packed`.
+
+        The result is cached until the history has a new second.
+        """
         if self._second != self._recorder.history.last_s or not self._plain:
             self._second = self._recorder.history.last_s
             self._plain, self._packed = dumped(self.content()), None
@@ -68,7 +71,10 @@ class LiveSnapshot:
         return self._wall() - self._clock()
 
     def content(self) -> dict[str, Any]:
-        """Returns the document. Durations are in seconds; `now_s` and event times are on the history's clock."""
+        """Returns the document as a dict.
+
+        Durations are in seconds; `now_s` and event times are on the history's clock.
+        """
         recorder, now = self._recorder, self._clock()
         pools = recorder.dispatcher.pools
         seen = pools.snapshot(now, FLOWS_WAITING_MAX)
@@ -256,7 +262,10 @@ class LiveSnapshot:
         }
 
     def _flows(self, seen: Snapshot) -> list[dict[str, Any]]:
-        """Lists the flows of the last minute. Each has its share of its band's tokens, and of its band's weights."""
+        """Returns the flows of the last minute and the waiting flows.
+
+        Each has its share of the tokens of its band, and its share of the weights in its band.
+        """
         recorder, minute = self._recorder, self._recorder.minute
         total = minute.total
         waiting: dict[tuple[str, str], FlowSnapshot] = {
@@ -293,7 +302,7 @@ class LiveSnapshot:
 
 
 def dumped(content: object) -> bytes:
-    """Encodes `content` as JSON. Names from clients may not be UTF-8."""
+    """Returns `content` as JSON, also if it has names of clients that are not UTF-8."""
     try:
         return orjson.dumps(content)
     except TypeError:
@@ -320,7 +329,7 @@ def _flow(flow: FlowSnapshot) -> dict[str, Any]:
 
 
 def _external(pools: Pools, name: str, now: float) -> dict[str, float] | None:
-    """Returns the money of the day of an external backend; None for any other backend."""
+    """Returns the daily limit of an external backend and the money that is left; None for any other backend."""
     external, left = pools.backends[name].external, pools.money_left(name, now)
     if external is None or left is None:
         return None
@@ -342,7 +351,10 @@ def _limit(limit: Any) -> dict[str, Any]:
 
 
 def event_fields(event: Event, epoch_s: float) -> dict[str, Any]:
-    """Returns an event as JSON fields. `time` is in UTC (ISO 8601)."""
+    """Returns an event as JSON fields. `time` is in UTC (ISO 8601).
+
+    `epoch_s` is the Unix time at which the history's clock was 0.
+    """
     at = datetime.fromtimestamp(epoch_s + event.at_s, UTC)
     return {
         "serial": event.serial,
@@ -361,5 +373,5 @@ def _quantiles(buckets: Counter[int]) -> dict[str, float | None]:
 
 
 def _rounded(value: float | None, digits: int) -> float | None:
-    """Rounds a value; None for infinity and NaN, which JSON does not have."""
+    """Returns a rounded value; None for infinity and NaN, which JSON does not have."""
     return None if value is None or not isfinite(value) else round(value, digits)

@@ -1,4 +1,4 @@
-"""A short text about the state of the proxy."""
+"""A few sentences for operators about the state of the proxy."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from llmproxy.observe.live.minute import REFUSED, Sums
 OK, WARNING, BAD = "ok", "warning", "bad"
 NAMES_SHOWN = 3
 SLOWER = 1.5
-"""Slowdown against its pool from which the text names a replica. With several kinds of GPU, this is normal."""
+"""The summary names a replica that is at least this many times as slow as its pool.
+
+With several kinds of GPU, this is normal.
+"""
 FAILS, FAILURES_MIN = 0.05, 3
-"""Share and number of failed attempts in the last minute from which the text names a replica."""
+"""The summary names a replica if at least this share, and this number, of its attempts failed in the last minute."""
 
 
 def summary_of(
@@ -29,11 +32,11 @@ def summary_of(
     led: bool = True,
     alone: bool = False,
 ) -> tuple[str, str]:
-    """Returns the level and the text of the summary.
+    """Returns the level (OK, WARNING or BAD) and the text of the summary.
 
-    `reasons` has the reasons of backends' states, and `bands` the names of bands. `nameless` requests wait for a model
-    that no backend lists yet. `learned` are speeds that the placement learned. `minute` has the requests that ended in
-    the last minute. A cluster member without a leader is not `led`; if it decides by itself, it is `alone`.
+    `reasons` maps a backend to the reason of its state, and `bands` a level to its name. `nameless` requests wait for a
+    model that no backend lists yet. `learned` are the speeds that the placement learned. `minute` has the requests that
+    ended in the last minute. A cluster member without a leader is not `led`; if it decides by itself, it is `alone`.
     """
     parts: list[tuple[str, str]] = []
     elsewhere = [one for one in statuses if one.role == EXTERNAL]
@@ -133,7 +136,7 @@ def _backends(statuses: Sequence[BackendStatus], state: str, reasons: dict[str, 
 
 
 def _slow(paces: Mapping[str, float | None], learned: Sequence[BackendPace]) -> list[str]:
-    """Returns a sentence about slow replicas, also slow for prompts only; an empty list without any."""
+    """Returns a sentence about slow replicas, also about replicas that are slow for prompts only; empty without any."""
     now = sorted((-pace, name) for name, pace in paces.items() if pace is not None and pace >= SLOWER)
     prompts = sorted(
         (-one.prefill_factor, one.backend) for one in learned if one.step_factor < SLOWER <= one.prefill_factor
