@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import orjson
@@ -80,12 +81,18 @@ def predict(folder: Path, config: Config, policy: str, workers: int | None = Non
 
     Prints the figures and writes `report.html`, `result.json` and `fleet.yaml`. Raises Unusable.
     """
-    console = Console()
-    try:
-        facts = orjson.loads((folder / REPLICAS).read_bytes())
-        taken = _taken(folder / REQUESTS, config)
-    except (OSError, TraceError, ValueError) as error:
-        raise Unusable(f"{folder}: nothing to report on: {error}") from None
+    # Each simulation reads its whole trace, and the record may have a day.
+    with TemporaryDirectory(prefix="llmproxy-shadow-") as kept:
+        try:
+            facts = orjson.loads((folder / REPLICAS).read_bytes())
+            taken = _taken(folder / REQUESTS, config, Path(kept) / REQUESTS)
+        except (OSError, TraceError, ValueError) as error:
+            raise Unusable(f"{folder}: nothing to report on: {error}") from None
+        _predict(folder, facts, taken, policy, workers)
+
+
+def _predict(folder: Path, facts: Sequence[Mapping[str, Any]], taken: _Taken, policy: str, workers: int | None) -> None:
+    console, config = Console(), taken.simulation.config
     with Console(stderr=True).status("fitting the speed of the engines"):
         fleet, prefill_scale = _fitted(facts, taken, policy, workers)
     queried = sum(fact.get("queried_tokens", 0.0) for fact in facts)
@@ -129,17 +136,15 @@ def predict(folder: Path, config: Config, policy: str, workers: int | None = Non
 # --- the measured times ----------------------------------------------------------------------------------------------
 
 
-def _taken(file: Path, config: Config) -> _Taken:
-    """Reads the last requests of a record. Raises TraceError."""
+def _taken(record: Path, config: Config, trace: Path) -> _Taken:
+    """Reads the last requests of a record, and writes them to the file `trace`. Raises TraceError."""
     texts: deque[tuple[int, str]] = deque(maxlen=REQUESTS_MAX)
-    count = 0
-    with file.open() as opened:
-        for number, text in enumerate(opened, 1):
-            # The last line of a running shadow may be incomplete, and the first is no request.
-            if text.endswith("\n") and number > 1:
-                texts.append((number, text))
-                count += 1
-    arrivals = decisions.arrivals(file, lambda: iter(texts))
+    with record.open() as opened:
+        header = opened.readline()
+        # The last line of a running shadow may be incomplete.
+        texts.extend((number, text) for number, text in enumerate(opened, 2) if text.endswith("\n"))
+    trace.write_text("".join((header, *(text for _, text in texts))))
+    arrivals = decisions.arrivals(record, lambda: iter(texts))
     lines = sorted((orjson.loads(text) for _, text in texts), key=lambda line: line["at_s"])
     identities = IdentityReader(config)
     records = [
@@ -156,8 +161,7 @@ def _taken(file: Path, config: Config) -> _Taken:
         )
         for arrival, line in zip(arrivals, lines, strict=True)
     ]
-    nothing = SimulatedFleet("", ())
-    return _Taken(records, Simulation(str(file), nothing, config, skip=count - len(records), requests=len(records)))
+    return _Taken(records, Simulation(str(trace), SimulatedFleet("", ()), config))
 
 
 def _measured(records: Sequence[Record], fleet: SimulatedFleet, prefill_scale: float) -> RunResult:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from llmproxy.config import Config
 from llmproxy.lab import results, shadow
 from llmproxy.lab.fleet.fleet_file import fleet_named
-from llmproxy.lab.results.result import SimulationResult
+from llmproxy.lab.results.result import Point, SimulationResult
+from llmproxy.lab.run.runs import Simulation
 from llmproxy.lab.shadow import predict
 from llmproxy.lab.simulate import Unusable
 from llmproxy.lab.simulator.engine.profiles import PROFILES
@@ -72,6 +75,18 @@ def test_the_report_fits_what_was_measured(tmp_path: Path, monkeypatch: pytest.M
     assert "The row measured has the times of your clients" in report
     assert "no GPU was run" not in report
     assert [spec.name for spec in fleet_named(str(tmp_path / "fleet.yaml")).replicas] == ["gpu-0", "gpu-1"]
+
+
+def test_simulations_read_only_the_last_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(tasks: Sequence[tuple[Simulation, Point]], _: int | None) -> NoReturn:
+        (trace,) = {simulation.trace for simulation, _ in tasks}
+        raise Unusable(str(len(Path(trace).read_text().splitlines())))
+
+    monkeypatch.setattr(shadow, "REQUESTS_MAX", 40)
+    monkeypatch.setattr(shadow, "run_all", read)
+    record(tmp_path)
+    with pytest.raises(Unusable, match=r"^41$"):
+        predict(tmp_path, Config(), "round_robin")
 
 
 def test_a_record_without_streams_has_no_speed(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ async def run(options: ShadowOptions, say: Callable[[str], None], stop: asyncio.
             while True:
                 note()
                 await asyncio.sleep(SAY_EVERY_S)
-                tell(_minute(tally, sum(pipe.busy for pipe in pipes)))
+                tell(tally.minute(sum(pipe.busy for pipe in pipes)))
 
         await stack.enter_async_context(background_task(speak, "summary"))
         await stopping.wait()
@@ -167,13 +167,3 @@ async def run(options: ShadowOptions, say: Callable[[str], None], stop: asyncio.
         note()
     for name, count in tally.counts.items():
         tell(f"{count:>10,}  {name}")
-
-
-def _minute(tally: Tally, is_open: int) -> str:
-    """Returns a line about the time since the last one."""
-    first, tally.ttfts_s = sorted(tally.ttfts_s), []
-    times = ""
-    if first:
-        p50, p95 = (first[int(share * (len(first) - 1))] for share in (0.5, 0.95))
-        times = f", first token p50 {p50:.2f} s, p95 {p95:.2f} s of {len(first)} streams"
-    return f"{time.strftime('%H:%M')}  {tally.counts['requests']:,} requests so far, {is_open} open{times}"

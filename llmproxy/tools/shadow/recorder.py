@@ -46,6 +46,7 @@ LEARN_S = 60.0
 token."""
 LINES_BYTES_MAX = 16 << 20
 NOT_RECORDED = "not recorded"
+FULL = "not recorded, because the record is full"
 KEYS_MAX = 1_000
 FEED_BYTES = 16 << 10
 NO_WORK = frozenset(range(400, 500)) - {408, 429, 499}
@@ -65,6 +66,16 @@ class Tally:
         self.counts[count] += 1
         if self.counts[count] == 1:
             self.say(f"{count}: {type(error).__name__}: {error}. Requests are passed on all the same. Said once.")
+
+    def minute(self, is_open: int) -> str:
+        """Returns a line about the time since the last one."""
+        first, self.ttfts_s = sorted(self.ttfts_s), []
+        times = ""
+        if first:
+            p50, p95 = (first[int(share * (len(first) - 1))] for share in (0.5, 0.95))
+            times = f", first token p50 {p50:.2f} s, p95 {p95:.2f} s of {len(first)} streams"
+        full = ", the record is full" if self.counts[FULL] else ""
+        return f"{time.strftime('%H:%M')}  {self.counts['requests']:,} requests so far, {is_open} open{times}{full}"
 
 
 class _Lines(LineWriter[bytes]):
@@ -290,7 +301,9 @@ class Recorder:
         data = orjson.dumps(written, option=orjson.OPT_APPEND_NEWLINE)
         self._room_bytes -= len(data)
         if self._room_bytes < 0:
-            self._tally.counts["not recorded, because the file is full"] += 1
+            if not self._tally.counts[FULL]:
+                self._tally.say("The record is full and ends here: --record-mb sets its size.")
+            self._tally.counts[FULL] += 1
             return
         self._lines.put(data, len(data))
         self._tally.counts["recorded"] += "at_s" in written

@@ -77,7 +77,7 @@ class Held:
 
 
 class HttpWatcher:
-    """Reads one connection with llhttp. Upgrades, and methods whose answers have no body, end the watching."""
+    """Reads one connection with llhttp. Upgrades and CONNECT end the watching."""
 
     def __init__(
         self, address: str, held: Held, now: Callable[[], float], on_exchange: Callable[[Exchange], None]
@@ -88,8 +88,11 @@ class HttpWatcher:
         self._on_exchange = on_exchange
         self._open: deque[Exchange] = deque()
         self._requests = _Requests(self)
-        self._answers = _Answers(self)
         self._request_parser = httptools.HttpRequestParser(self._requests)
+        self._begin_answers()
+
+    def _begin_answers(self) -> None:
+        self._answers = _Answers(self)
         self._answer_parser = httptools.HttpResponseParser(self._answers)
 
     @property
@@ -101,6 +104,9 @@ class HttpWatcher:
 
     def answered(self, data: bytes) -> None:
         self._answer_parser.feed_data(data)
+        if self._answers.to_head:
+            # The parser expects a body, because it does not know the request.
+            self._begin_answers()
 
     def closed(self, by_client: bool) -> None:
         """Ends the open exchanges. Only an answer without a length ends regularly with its connection."""
@@ -125,8 +131,8 @@ class HttpWatcher:
     def route(self, exchange: Exchange, url: bytes) -> None:
         exchange.method = self._request_parser.get_method().decode()
         exchange.path = url.partition(b"?")[0].decode("latin-1")
-        if exchange.method in ("HEAD", "CONNECT"):
-            raise ValueError(f"answers to {exchange.method} are not read")
+        if exchange.method == "CONNECT":
+            raise ValueError("a tunnel is not read")
         route = SCHEDULED.get(exchange.path)
         exchange.route = route if route is not None and route.method == exchange.method else None
 
@@ -192,9 +198,11 @@ class _Answers:
         self._watcher = watcher
         self._headers: CIMultiDict[str] = CIMultiDict()
         self._interim = False
+        # The answer to a HEAD request ended with its head.
+        self.to_head = False
 
     def on_message_begin(self) -> None:
-        self._headers = CIMultiDict()
+        self._headers, self.to_head = CIMultiDict(), False
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers.add(name.decode("latin-1"), value.decode("latin-1"))
@@ -205,10 +213,15 @@ class _Answers:
         if not self._interim:
             exchange = self._watcher.answering()
             exchange.status, exchange.answer_headers = status, self._headers
+            self.to_head = exchange.method == "HEAD"
+            if self.to_head:
+                self._watcher.end(complete=True)
 
     def on_body(self, body: bytes) -> None:
+        if self.to_head:
+            raise ValueError("an answer to HEAD has no body")
         self._watcher.answer(body)
 
     def on_message_complete(self) -> None:
-        if not self._interim:
+        if not (self._interim or self.to_head):
             self._watcher.end(complete=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import tracemalloc
 from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
@@ -13,6 +15,7 @@ from httptools import HttpParserCallbackError
 
 from llmproxy.config import Config, hash_of
 from llmproxy.lab.traces import open_trace
+from llmproxy.tools.shadow import recorder
 from llmproxy.tools.shadow.recorder import Recorder, Tally
 from llmproxy.tools.shadow.watcher import BODY_BYTES_MAX, HELD_BYTES_MAX, Held, HttpWatcher
 
@@ -216,12 +219,29 @@ async def test_a_bug_in_the_recorder_is_said_once(tmp_path: Path, monkeypatch: p
     assert day.held.bytes == 0
 
 
-async def test_a_full_file_ends_the_recording(tmp_path: Path) -> None:
-    day = Day(tmp_path, file_bytes_max=600)
-    for _ in range(5):
-        day.exchange(question(), [answer(usage=USAGE)])
-    assert 0 < len(await day.lines()) < 5
-    assert day.file.stat().st_size <= 600
+async def test_a_long_record_is_bounded_on_disk_and_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "KEYS_MAX", 50)
+    day = Day(tmp_path, file_bytes_max=1 << 16)
+    every_s, grown_from, count = 216.0, 100, 400
+    try:
+        for number in range(count):
+            if number == grown_from:
+                tracemalloc.start()
+            asked = question(f"{number} {LONG}", key=f"key {number}", stream=True)
+            day.exchange(asked, [b"".join(stream("a", "b", usage=USAGE))])
+            day.now_s += every_s
+            await day.recorder.catch_up()
+            day.tally.minute(0)
+        gc.collect()
+        grown_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    recorded = len(await day.lines())
+    assert grown_bytes < 100 * (count - grown_from)
+    assert 0 < day.file.stat().st_size <= 1 << 16
+    assert 0 < recorded == count - day.tally.counts["not recorded, because the record is full"] < count
+    assert day.said == ["The record is full and ends here: --record-mb sets its size."]
+    assert day.tally.minute(0).endswith("the record is full")
 
 
 async def test_the_record_is_a_trace(tmp_path: Path) -> None:
@@ -253,9 +273,35 @@ async def test_a_forgotten_connection_holds_nothing(tmp_path: Path) -> None:
     await day.lines()
 
 
-async def test_answers_to_head_end_the_watching(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "fields", ["Content-Length: 99\r\n", "Transfer-Encoding: chunked\r\n", "Content-Length: 0\r\n", ""]
+)
+async def test_answers_to_head_have_no_body(tmp_path: Path, fields: str) -> None:
+    day = Day(tmp_path)
+    watcher = day.connection()
+    for _ in range(2):
+        watcher.asked(b"HEAD / HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert watcher.busy
+        watcher.answered(f"HTTP/1.1 200 OK\r\n{fields}\r\n".encode())
+        assert not watcher.busy
+    watcher.asked(question())
+    watcher.answered(answer(usage=USAGE))
+    assert len(await day.lines()) == 1
+    assert day.tally.counts["other paths"] == 2
+
+
+async def test_a_body_after_an_answer_to_head_ends_the_watching(tmp_path: Path) -> None:
+    day = Day(tmp_path)
+    watcher = day.connection()
+    watcher.asked(b"HEAD / HTTP/1.1\r\nHost: x\r\n\r\n")
+    with pytest.raises(HttpParserCallbackError):
+        watcher.answered(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello")
+    await day.lines()
+
+
+async def test_the_address_of_a_tunnel_ends_the_watching(tmp_path: Path) -> None:
     day = Day(tmp_path)
     watcher = day.connection()
     with pytest.raises(HttpParserCallbackError):
-        watcher.asked(b"HEAD / HTTP/1.1\r\nHost: x\r\n\r\n")
+        watcher.asked(b"CONNECT x:1 HTTP/1.1\r\nHost: x\r\n\r\n")
     assert await day.lines() == []
