@@ -15,7 +15,18 @@ import pytest
 
 from llmproxy.config import hash_of
 from llmproxy.lab.simulator.replica import Replica
-from tests.e2e.backends.test_continued import CHAT_BODY, NUMBERED, TOKENS, WAYS, Read, check, read, read_broken, tokens
+from tests.e2e.backends.test_continued import (
+    CHAT_BODY,
+    NUMBERED,
+    TOKENS,
+    TURNS,
+    WAYS,
+    Read,
+    check,
+    read,
+    read_broken,
+    tokens,
+)
 from tests.e2e.disaggregation.conftest import hows, split
 from tests.e2e.operators.test_reload import reloadable, rewrite
 from tests.e2e.operators.test_tracing import traced
@@ -72,8 +83,7 @@ async def test_prefill_and_decode_apart(way: str, after_tokens: int) -> None:
 
 async def test_an_adapter() -> None:
     body = CHAT_BODY | {"model": "lora-0"}
-    # By price, all requests of the adapter go to the replica that has loaded it, which may not be the faulty one.
-    async with serving(NUMBERED, NUMBERED, scheduling={"placement": "round_robin"}) as proxy:
+    async with serving(NUMBERED, NUMBERED, **TURNS) as proxy:
         undisturbed = await read(proxy, CHAT, body)
         check(await read_broken(proxy, CHAT, body, "reset", after_tokens=8), undisturbed)
         sent = json.loads(proxy.sent("b1").body)
@@ -153,7 +163,7 @@ async def test_limits_count_a_continued_stream_once() -> None:
 
 
 async def test_usage_that_only_the_proxy_asked_for() -> None:
-    async with serving(NUMBERED, NUMBERED) as proxy:
+    async with serving(NUMBERED, NUMBERED, **TURNS) as proxy:
         undisturbed = await read(proxy, CHAT, NO_USAGE)
         found = await read_broken(proxy, CHAT, NO_USAGE, "reset", after_tokens=8)
         check(found, undisturbed)
@@ -165,7 +175,7 @@ async def test_usage_that_only_the_proxy_asked_for() -> None:
 
 async def test_both_attempts_have_a_span(monkeypatch: pytest.MonkeyPatch) -> None:
     async with traced(monkeypatch) as receiver:
-        async with serving(NUMBERED, NUMBERED, tracing=True) as proxy:
+        async with serving(NUMBERED, NUMBERED, **TURNS, tracing=True) as proxy:
             await read_broken(proxy, CHAT, CHAT_BODY, "reset", after_tokens=8)
             seen = [proxy.sent(name).headers["traceparent"].split("-")[2] for name in ("b0", "b1")]
         (broken,) = [span for span in receiver.spans if "continued" in [event.name for event in span.events]]
