@@ -1,11 +1,13 @@
 """Replicas fail under open streams: broken streams, wrong texts, and the pause that clients see.
 
-    python -m benchmarks.continued [--only killed] [--times 20]
+    python -m benchmarks.continued [--only killed] [--times 20] [--results FILE]
 
 Three simulated replicas whose text is numbered, a proxy without settings, and 60 clients, each with one stream open
 all the time: chat and completions, with and without usage and token ids. In each scene a replica fails several times.
-Half of these times the proxy has `retry.continue: off`, in alternation. Every text is read token by token. The exit
-status is 1 if a stream broke or a text was wrong while the proxy continued streams.
+Half of these times the proxy has `retry.continue: off`, in alternation. Every text is read token by token. Each fault
+and each failed stream is printed when it is known, the stream with the proxy's log line. With `--results`, the rounds
+are kept in a file, and a later run continues after the last of them. The exit status is 1 if a stream broke or a text
+was wrong while the proxy continued streams.
 """
 
 from __future__ import annotations
@@ -14,15 +16,16 @@ import argparse
 import asyncio
 import random
 import signal
-from collections import Counter
+import time
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import orjson
+from msgspec import Struct, json
 
 from benchmarks.faults import restart
 from benchmarks.fleet import WITH_ADMIN, Fleet, fleet
@@ -56,6 +59,7 @@ class Stream:
 
     path: str
     asked: dict[str, Any]
+    request_id: str = ""
     backend: str = ""
     status: int = 0
     last_s: float = inf
@@ -113,6 +117,8 @@ class Clients:
         self._running, self._rng = running, random.Random(seed)
         self.open: set[Stream] = set()
         self.seen: list[Stream] = []
+        self.faults: list[tuple[float, str]] = []
+        """Time and replica of each fault, on the loop's clock, which the proxy's log uses too."""
         self._over = False
         self._tasks = [asyncio.create_task(self._one_after_another(KINDS[i % len(KINDS)])) for i in range(CLIENTS)]
 
@@ -123,8 +129,12 @@ class Clients:
 
     def hit(self, index: int) -> None:
         """Notes the open streams of a replica that fails now."""
-        for stream in self.open:
-            stream.hit = stream.hit or stream.backend == self._running.name(index)
+        name = self._running.name(index)
+        self.faults.append((asyncio.get_running_loop().time(), name))
+        hit = [stream for stream in self.open if stream.backend == name]
+        for stream in hit:
+            stream.hit = True
+        print(f"{time.strftime('%T')} {name} fails, {len(hit)} of {len(self.open)} streams began there", flush=True)
 
     async def _one_after_another(self, kind: tuple[str, dict[str, Any]]) -> None:
         while not self._over:
@@ -145,6 +155,7 @@ class Clients:
                 self._running.session.post(self._running.url + path, json=stream.asked) as answer,
             ):
                 stream.status, stream.backend = answer.status, answer.headers.get("x-llmproxy-backend", "")
+                stream.request_id = answer.headers["x-request-id"]
                 self.open.add(stream)
                 async for piece in answer.content.iter_any():
                     now = loop.time()
@@ -254,6 +265,7 @@ class Scene:
     """The share of the repetitions of scenes that take longer."""
 
 
+MODES = ("off", "safe")
 SCENES = (
     Scene("killed (`kill -9`)", killed),
     Scene("stopped (SIGSTOP, SIGCONT 6 s later)", stopped),
@@ -268,44 +280,65 @@ SCENES = (
 )
 
 
-@dataclass(slots=True)
-class Result:
-    times: int = 0
-    streams: list[Stream] = field(default_factory=list)
-    reasons: Counter[str] = field(default_factory=Counter)
-    """Why streams were not continued, by the proxy's log."""
+class Round(Struct):
+    """The streams of a fleet on which a scene happened `times` times."""
+
+    scene: str
+    mode: str
+    turn: int
+    times: int
+    streams: int
+    hit: int
+    continued: int
+    gaps_s: list[float]
+    """Of the streams that were hit and did not fail."""
+    failed: list[str]
 
 
-async def play(scene: Scene, mode: str, times: int, seed: int, result: Result) -> None:
+async def play(scene: Scene, mode: str, turn: int, times: int, seed: int) -> Round:
     """Let a scene happen `times` times on a fleet of its own."""
     settings = WITH_ADMIN | ({} if mode == "safe" else {"retry": {"continue": mode}})
     async with fleet([(*FLAGS, *scene.flags)] * REPLICAS, settings=settings) as running:
-        run = Run(running, Clients(running, seed))
+        run = Run(running, Clients(running, seed + turn))
         await asyncio.sleep(4.0)
-        for time in range(times):
-            await scene.happens(run, time % REPLICAS)
+        for number in range(times):
+            await scene.happens(run, number % REPLICAS)
             await asyncio.sleep(GAP_S)
         await run.clients.ended()
-        result.times += times
-        result.streams += run.clients.seen
         await asyncio.sleep(0.1)
-        result.reasons += Counter(entry["not_continued"] for entry in running.exits() if entry.get("not_continued"))
-
-
-def row(table: Table, name: str, mode: str, result: Result) -> int:
-    """Print the figures of a scene. Returns the number of streams that failed."""
-    failed = [stream for stream in result.streams if stream.why]
-    broken = sum(stream.why.startswith("broken") for stream in failed)
-    hit = [stream for stream in result.streams if stream.hit or stream.continued or stream.why]
+        seen, log = run.clients.seen, {entry["request_id"]: entry for entry in running.exits()}
+        failed = [explained(stream, log.get(stream.request_id), run.clients.faults) for stream in seen if stream.why]
+    hit = [stream for stream in seen if stream.hit or stream.continued or stream.why]
     gaps_s = [stream.gap_s for stream in hit if not stream.why]
+    continued = sum(stream.continued for stream in hit)
+    return Round(scene.name, mode, turn, times, len(seen), len(hit), continued, gaps_s, failed)
+
+
+def explained(stream: Stream, entry: dict[str, Any] | None, faults: list[tuple[float, str]]) -> str:
+    """Returns how a stream failed, its line in the proxy's log, and the faults while it was open."""
+    if entry is None:
+        return f"{stream.why[:160]}; {stream.request_id or 'no head'}: no log line"
+    begun_s = entry["arrived_s"]
+    during = [f"{at_s - begun_s:.2f} s: {name}" for at_s, name in faults if 0 <= at_s - begun_s <= entry["duration_s"]]
+    return (
+        f"{stream.why[:160]}; {stream.request_id}: {entry.get('attempts', 0)} attempts, first {stream.backend}, last "
+        f"{entry.get('backend')}, {entry['duration_s']:.2f} s; faults meanwhile {during}; "
+        f"not continued: {entry.get('not_continued')}; log: {entry.get('error')}"
+    )
+
+
+def row(table: Table, name: str, mode: str, rounds: list[Round]) -> None:
+    """Print the figures of a scene."""
+    failed = [why for one in rounds for why in one.failed]
+    broken = sum(why.startswith("broken") for why in failed)
+    gaps_s = [gap_s for one in rounds for gap_s in one.gaps_s]
     spread = [percentile(gaps_s, share) for share in (0.5, 0.9, 0.99)] + [max(gaps_s, default=float("nan"))]
-    counts = (result.times, len(result.streams), len(hit), sum(stream.continued for stream in hit))
+    counts = [sum(getattr(one, each) for one in rounds) for each in ("times", "streams", "hit", "continued")]
     table.row(name, mode, *counts, broken, len(failed) - broken, *(f"{gap_s:.2f}" for gap_s in spread))
-    return len(failed)
 
 
 async def main() -> int:
-    """Print a row for each scene and mode. 1 if a stream failed although the proxy continues streams."""
+    """Print faults, then a row for each scene and mode. 1 if a stream failed although the proxy continues streams."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--times", type=int, default=20, help="faults in each scene and mode; fewer in rolling restarts"
@@ -313,28 +346,42 @@ async def main() -> int:
     parser.add_argument("--rounds", type=int, default=4, help="how often the modes alternate")
     parser.add_argument("--only", default="", help="parts of scenes' names, with commas")
     parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--results", type=Path, help="file for the rounds; rounds in the file are not played again")
+    parser.add_argument("--minutes", type=float, default=inf, help="begin no round after this time")
     options = parser.parse_args()
-    columns = ("times", "streams", "hit", "continued", "broken", "wrong", "gap s, p50", "p90", "p99", "longest")
-    table, lines, failed = Table("scene", "`retry.continue`", *columns, texts=2), list[str](), 0
-    for scene in SCENES:
-        if not any(part in scene.name for part in options.only.split(",")):
-            continue
-        results = {mode: Result() for mode in ("off", "safe")}
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    lines = options.results.read_bytes().splitlines() if options.results and options.results.exists() else []
+    played, until_s = [json.decode(line, type=Round) for line in lines], time.monotonic() + 60.0 * options.minutes
+    scenes = [scene for scene in SCENES if any(part in scene.name for part in options.only.split(","))]
+    for scene in scenes:
         times = max(1, round(scene.share * options.times))
         rounds = min(options.rounds, times)
         for turn in range(rounds):
-            for mode, result in results.items():
+            for mode in MODES:
+                known = any((one.scene, one.mode, one.turn) == (scene.name, mode, turn) for one in played)
+                if known or time.monotonic() > until_s:
+                    continue
                 here = times // rounds + (turn < times % rounds)
-                await play(scene, mode, here, options.seed + turn, result)
-        for mode, result in results.items():
-            failures = row(table, scene.name, mode, result)
-            if mode == "safe":
-                failed += failures
-                whys = Counter(stream.why[:160] for stream in result.streams if stream.why)
-                lines += [f"{scene.name}: {count} x {why}" for why, count in (whys + result.reasons).most_common(12)]
-    with suppress(BrokenPipeError):
-        print("\n" + "\n".join(lines))
-    return int(failed > 0)
+                print(f"{scene.name}, {mode}, round {turn + 1} of {rounds}", flush=True)
+                one = await play(scene, mode, turn, here, options.seed)
+                print("\n".join(one.failed[: None if mode == "safe" else 1]), flush=True)
+                played.append(one)
+                if options.results:
+                    with options.results.open("ab") as file:
+                        file.write(json.encode(one) + b"\n")
+    print()
+    columns = ("times", "streams", "hit", "continued", "broken", "wrong", "gap s, p50", "p90", "p99", "longest")
+    table = Table("scene", "`retry.continue`", *columns, texts=2)
+    for scene in scenes:
+        for mode in MODES:
+            own = [one for one in played if (one.scene, one.mode) == (scene.name, mode)]
+            if own:
+                row(table, scene.name, mode, own)
+    failed = [why for one in played if one.mode == "safe" for why in one.failed]
+    print("\n" + "\n".join(failed))
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

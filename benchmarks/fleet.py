@@ -6,6 +6,7 @@ All benchmarks of whole systems use it. Every process that is started here is en
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import os
 import re
@@ -25,6 +26,7 @@ import aiohttp
 from llmproxy.config.value_types import hash_of
 
 READY_S = 60.0
+_PR_SET_PDEATHSIG = 1
 UP_S = 60.0
 """Longest wait for a metric to change."""
 _ADMIN_KEY = "for-drains"
@@ -66,10 +68,15 @@ class Process:
             return await self.child.wait()
 
 
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 async def start(arguments: Sequence[str], log: Path, *, tree: Path | None = None) -> Process:
     """Start an `llmproxy` command from the checkout `tree` (this one if None). The caller has to stop it.
 
-    The process has a session of its own, so that Ctrl-C reaches the caller alone.
+    The process has a session of its own, so that Ctrl-C reaches the caller alone. On Linux, it is killed when the
+    caller dies.
     """
     # Without PYTHONSAFEPATH, Python would look into the working directory before PYTHONPATH.
     env = None if tree is None else {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": str(tree)}
@@ -80,6 +87,7 @@ async def start(arguments: Sequence[str], log: Path, *, tree: Path | None = None
             stderr=output,
             stdin=asyncio.subprocess.DEVNULL,
             start_new_session=True,
+            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
             env=env,
         )
     return Process(child, log)
