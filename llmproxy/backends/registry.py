@@ -45,8 +45,10 @@ class _Member:
     polling: asyncio.Task[None] | None
     drained: bool = False
     leaving: asyncio.Task[None] | None = None
-    # The task that moves the streams of a drained backend when the deadline of the drain is over.
+    # The task that moves the streams of a drained backend when the deadline of the drain is over, and that time on the
+    # loop's clock.
     moving: asyncio.Task[None] | None = None
+    moves_s: float | None = None
 
 
 class BackendRegistry:
@@ -131,7 +133,9 @@ class BackendRegistry:
         self._set_drained(member, drained=True)
         if deadline_s is not None:
             _cancel_move(member)
+            member.moves_s = self._now() + deadline_s
             member.moving = spawned(self._move_streams(member, deadline_s), f"move the streams of {name}")
+            self._dispatcher.reconsider()
 
     def undrain(self, name: str) -> None:
         """Ends the drain of a backend. A backend that is being removed gets no requests all the same.
@@ -165,6 +169,10 @@ class BackendRegistry:
         """Returns the names of backends that an operator drained, also of backends that have not joined yet."""
         return {name for name, member in self._members.items() if member.drained} | self._drained_before
 
+    def moves_s(self) -> dict[str, float]:
+        """Maps the drained backends with a deadline to the deadline on the loop's clock."""
+        return {name: member.moves_s for name, member in self._members.items() if member.moves_s is not None}
+
     def _set_drained(self, member: _Member, *, drained: bool) -> None:
         if member.drained is drained:
             return
@@ -173,10 +181,17 @@ class BackendRegistry:
         _log.info("backend_drained" if drained else "backend_undrained", backend=member.config.name)
 
     async def _move_streams(self, member: _Member, deadline_s: float) -> None:
-        """Moves the streams of a drained backend after `deadline_s`, as soon as another backend is up."""
-        await asyncio.sleep(deadline_s)
+        """Moves the streams of a drained backend after `deadline_s`, as soon as another backend is up.
+
+        In a cluster only the leader does so, also if it begins to lead after the deadline.
+        """
         health = self._pools.backends[member.config.name].health
-        while health.peers is None or not health.peers.others_up(health):  # noqa: ASYNC110 - the core has no events
+
+        def may_move() -> bool:
+            return self._dispatcher.decides and health.peers is not None and health.peers.others_up(health)
+
+        await asyncio.sleep(deadline_s)
+        while not may_move():  # noqa: ASYNC110 - the core has no events
             await asyncio.sleep(1.0)
         self._dispatcher.leaves(member.config.name, moves=True)
 
@@ -339,6 +354,7 @@ class BackendRegistry:
 def _cancel_move(member: _Member) -> None:
     if member.moving is not None:
         member.moving.cancel()
+    member.moving = member.moves_s = None
 
 
 def _in_flight_max(backend: BackendConfig) -> int | None:

@@ -320,9 +320,16 @@ class Members(Message, frozen=True, tag=47):
 
 
 class Drained(Message, frozen=True, tag=48):
-    """The backends that an operator has drained. All others are not drained."""
+    """The backends that an operator has drained. All others are not drained.
+
+    `moves_s` has the deadlines of drains on the leader's clock; in a message, the seconds until the deadline.
+    """
 
     backends: frozenset[str]
+    moves_s: dict[str, float] = {}
+
+    def in_message(self, now: float) -> Drained:
+        return Drained(self.backends, {name: max(0.0, at_s - now) for name, at_s in self.moves_s.items()})
 
 
 class Balances(Message, frozen=True, tag=49):

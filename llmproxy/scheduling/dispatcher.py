@@ -307,6 +307,11 @@ class Dispatcher:
         self._until_s = until_s
         self._decide_soon()
 
+    @property
+    def decides(self) -> bool:
+        """Whether no other process decides."""
+        return loop_time() < self._until_s
+
     def _decide_soon(self) -> None:
         if not self._scheduled:
             self._scheduled = True

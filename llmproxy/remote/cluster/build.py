@@ -54,12 +54,12 @@ def build_member(
             yield ResponseStored(response_id, backend, tenant)
 
     def drained() -> Drained:
-        return Drained(frozenset(registry.drained()))
+        return Drained(frozenset(registry.drained()), registry.moves_s())
 
     def apply_drained(state: Drained) -> None:
         for name in registry.backends:
             if name in state.backends:
-                registry.drain(name)
+                registry.drain(name, state.moves_s.get(name))
             else:
                 registry.undrain(name)
         registry.drain_on_join(state.backends - registry.backends.keys())

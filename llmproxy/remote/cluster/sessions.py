@@ -125,8 +125,9 @@ class MemberSessions:
                 _log.warning("cluster_config_differs", member=hello.name, version=hello.version)
         session.attach(sender)
         session.server.send(Welcome(me.epoch, me.name, me.version, me.config))
-        session.server.send(self._callbacks.drained())
-        for message in self._hand_over.full_state(asyncio.get_running_loop().time()):
+        now = asyncio.get_running_loop().time()
+        session.server.send(self._callbacks.drained().in_message(now))
+        for message in self._hand_over.full_state(now):
             session.server.send(message)
         # Any number fits, because the channel splits frames.
         for owner in () if sender.local else self._callbacks.stored_responses():
@@ -166,7 +167,7 @@ class MemberSessions:
         """Announces the drained backends, if they have changed."""
         if (drained := self._callbacks.drained()) != self._drained:
             self._drained = drained
-            self.send_all(drained)
+            self.send_all(drained.in_message(asyncio.get_running_loop().time()))
 
     def send_all(self, message: Message) -> None:
         for session in self.by_name.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from llmproxy.config import Config, hash_of
 from llmproxy.gateway.proxying.stored import IDS_MAX
 from llmproxy.remote.link import SILENCE_S
 from tests.dispatching import virtual
-from tests.e2e.proxies import FAST, HELLO, until
+from tests.e2e.proxies import CHAT, FAST, HELLO, all_of, until
 from tests.e2e.scheduling.test_stored_responses import RESPONSES, go_on, made
 from tests.remote.cluster.elections import LOCK_S
 from tests.remote.cluster.fleet import cluster_of, members, sessions_of
@@ -229,3 +230,25 @@ async def test_requests_that_wait_outlive_a_leader_that_is_cut_off_from_its_lock
             assert found.leader is not old
             await until(lambda: found.leader.queued == 3)
         assert [(await one).status for one in waiting] == [200] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deadline_s", [0.1, 4.0])
+async def test_the_next_leader_moves_the_streams_at_the_deadline_of_a_drain(deadline_s: float) -> None:
+    """The next leader decides after the shorter and before the longer deadline."""
+    body = HELLO | {"stream": True, "ignore_eos": True, "max_tokens": 400}
+    slow = replace(FAST, speed=0.005)
+    async with members(3, slow, FAST, cluster={"lock_s": 1.0}, scheduling={"placement": "round_robin"}) as found:
+        old, kept = found.leader, found.followers[0]
+        streams = [await kept.http.post(kept.url + CHAT, json=body) for _ in range(2)]
+        try:
+            old.app.registry.drain("b0", deadline_s)
+            await until(lambda: kept.app.registry.moves_s().keys() == {"b0"})
+            cluster_of(old).begin_shutdown()
+            await until(lambda: kept.replicas[0].in_flight == 0)
+            ended = [await all_of(stream) for stream in streams]
+        finally:
+            for stream in streams:
+                stream.close()
+        assert sorted(b": continued" in answer for answer in ended) == [False, True]
+        assert not cluster_of(old).is_leader
