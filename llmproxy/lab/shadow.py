@@ -199,8 +199,8 @@ def _fitted(
     scale. Raises Unusable.
     """
     measured = _measured(taken.records[:FIT_REQUESTS], _fleet(facts, _Speed("llama-8b-h100", 1.0)), 1.0)
-    tpot_s, ttft_s = measured.tpot_s.p50, measured.ttft_s.p50
-    if not tpot_s or not ttft_s:
+    tpot_s = measured.tpot_s.p50
+    if not tpot_s or not measured.ttft_s.p50:
         raise Unusable("the record has no stream that was completed, so that the speed of the engines is unknown")
     results: dict[_Speed, RunResult] = {}
 
@@ -213,9 +213,11 @@ def _fitted(
 
     near = simulate([_Speed(name, _step_ratio(taken, len(facts), profile)) for name, profile in PROFILES.items()])
     scaled = [one._replace(scale=one.scale * tpot_s / (results[one].tpot_s.p50 or tpot_s)) for one in near[:FITS]]
-    near = simulate([one._replace(prefill=prefill) for one in scaled for prefill in PREFILL_SCALES])
-    # HTTP and tokenising take as long as is missing to the first token.
-    late = [one._replace(late_s=ttft_s - (results[one].ttft_s.p50 or ttft_s)) for one in near[:FITS]]
+    tried = [one._replace(prefill=prefill) for one in scaled for prefill in PREFILL_SCALES]
+    simulate(tried)
+    # HTTP and tokenising take as long as is missing to the first token. Each speed gets its own, before one is chosen:
+    # else a slow way to the engines would pass for slow prompts.
+    late = [one._replace(late_s=_missing_s(measured, results[one])) for one in tried]
     speed = simulate(late)[0]
     return _fleet(facts, speed), speed.prefill
 
@@ -231,12 +233,28 @@ def _step_ratio(taken: _Taken, replicas: int, profile: Profile) -> float:
 
 
 def _error(measured: RunResult, simulated: RunResult) -> float:
-    pairs = [
-        (getattr(one, name), getattr(other, name))
-        for one, other in ((measured.ttft_s, simulated.ttft_s), (measured.tpot_s, simulated.tpot_s))
-        for name in ("p50", "p95")
+    """Returns the difference of the times of all tenants, whose prompts differ."""
+    return sum(
+        one.offered * (abs(math.log(mine / its)) if mine and its else 1.0)
+        for one, other in _by_tenant(measured, simulated)
+        for quantiles, others in ((one.ttft_s, other.ttft_s), (one.tpot_s, other.tpot_s))
+        for mine, its in ((quantiles.p50, others.p50), (quantiles.p95, others.p95))
+    )
+
+
+def _missing_s(measured: RunResult, simulated: RunResult) -> float:
+    """Returns the mean time that the simulated first tokens of tenants are too early."""
+    found = [
+        (one.offered, one.ttft_s.p50 - other.ttft_s.p50)
+        for one, other in _by_tenant(measured, simulated)
+        if one.ttft_s.p50 is not None and other.ttft_s.p50 is not None
     ]
-    return sum(abs(math.log(one / other)) if one and other else 1.0 for one, other in pairs)
+    offered = sum(count for count, _ in found)
+    return sum(count * missing_s for count, missing_s in found) / offered if offered else 0.0
+
+
+def _by_tenant(measured: RunResult, simulated: RunResult) -> list[tuple[GroupResult, GroupResult]]:
+    return [(one, simulated.by_tenant[name]) for name, one in measured.by_tenant.items() if name in simulated.by_tenant]
 
 
 def _fleet(facts: Sequence[Mapping[str, Any]], speed: _Speed) -> SimulatedFleet:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,12 +19,17 @@ from llmproxy.lab.run.runs import Simulation
 from llmproxy.lab.shadow import predict
 from llmproxy.lab.simulate import Unusable
 from llmproxy.lab.simulator.engine.profiles import PROFILES
+from llmproxy.lab.traces.arrival import Arrival
 from tests.lab.small import fleet, records_of, setup, traffic
 
 
-def record(folder: Path) -> None:
-    """Writes the record of a shadow in front of a simulated fleet."""
+def record(folder: Path, arrivals: Sequence[Arrival] = (), late_s: float = 0.0) -> None:
+    """Writes the record of a shadow in front of a simulated fleet, whose HTTP takes `late_s` longer."""
     on = fleet(2)
+    late = [
+        replace(one, profile=replace(one.profile, frontend_s=one.profile.frontend_s + late_s)) for one in on.replicas
+    ]
+    on = replace(on, replicas=tuple(late))
     lines = [
         {
             "at_s": one.arrived_s, "outcome": one.outcome.value, "status": 200, "model": "m", "stream": True,
@@ -31,7 +37,7 @@ def record(folder: Path) -> None:
             "output_tokens": one.output_tokens, "duration_s": one.ended_s - one.arrived_s, "ttft_s": one.ttft_s,
             "tpot_s": one.tpot_s, "blocks": one.arrival.blocks,
         }
-        for one in records_of(setup(traffic(60, rate=20.0), "round_robin", on))
+        for one in records_of(setup(arrivals or traffic(60, rate=20.0), "round_robin", on))
     ]  # fmt: skip
     lines = [{name: value for name, value in line.items() if value is not None} for line in lines]
     header = {"llmproxy_decisions": 1, "wall_time": "2026-11-21T10:00:00+00:00", "block_tokens": 64}
@@ -48,8 +54,9 @@ def record(folder: Path) -> None:
     (folder / "replicas.json").write_text(json.dumps(facts))
 
 
-@pytest.mark.slow
-def test_the_report_fits_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulates less, and draws nothing."""
     few = {name: PROFILES[name] for name in ("llama-8b-h100", "llama-70b-a100-tp4")}
     monkeypatch.setattr(shadow, "PROFILES", few)
     monkeypatch.setattr(shadow, "PREFILL_SCALES", (1.0, 2.0))
@@ -59,6 +66,11 @@ def test_the_report_fits_what_was_measured(tmp_path: Path, monkeypatch: pytest.M
     for name in ("plots", "drawing"):
         monkeypatch.delitem(sys.modules, f"llmproxy.lab.results.{name}", raising=False)
         monkeypatch.delattr(results, name, raising=False)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick")
+def test_the_report_fits_what_was_measured(tmp_path: Path) -> None:
     record(tmp_path)
     predict(tmp_path, Config(), "round_robin", workers=1)
     result = SimulationResult.model_validate_json((tmp_path / "result.json").read_bytes())
@@ -75,6 +87,23 @@ def test_the_report_fits_what_was_measured(tmp_path: Path, monkeypatch: pytest.M
     assert "The row measured has the times of your clients" in report
     assert "no GPU was run" not in report
     assert [spec.name for spec in fleet_named(str(tmp_path / "fleet.yaml")).replicas] == ["gpu-0", "gpu-1"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick")
+def test_a_slow_way_to_the_engines_is_no_slow_prompt(tmp_path: Path) -> None:
+    tenants = [(f"of {prompt}", prompt) for prompt in (200, 1200)]
+    arrivals = [
+        replace(one, tenant=tenants[number % 2][0], prompt_tokens=tenants[number % 2][1], blocks=())
+        for number, one in enumerate(traffic(60, rate=2.0))
+    ]
+    record(tmp_path, arrivals, late_s=0.1)
+    predict(tmp_path, Config(), "round_robin", workers=1)
+    result = SimulationResult.model_validate_json((tmp_path / "result.json").read_bytes())
+    runs = {run.policy: run.by_tenant for run in result.runs}
+    for tenant, _ in tenants:
+        expected = runs["measured"][tenant].ttft_s.p50
+        assert runs["round_robin, simulated"][tenant].ttft_s.p50 == pytest.approx(expected, rel=0.05)
 
 
 def test_simulations_read_only_the_last_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
