@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -285,7 +285,7 @@ async def _build(
     cluster_leasing = None if config.cluster.listen is None else ClusterLeasing(dispatcher, registry.backends)
 
     shown = [recorder.record] if cluster_leasing is None else [cluster_leasing.exited, recorder.record]
-    usage = await _usage(stack, config, pools, usage_folder, lambda: proxy.config.api_keys)
+    usage = await _usage(stack, config, pools, usage_folder)
     further = _exit_readers(stack, config, metrics, now(), lambda: gateway.rulebook.current.config)
     readers = [*shown, usage.record, *further]
     exits = Exits(metrics, *readers)
@@ -324,7 +324,10 @@ async def _build(
         gateway.rulebook, pools, gateway.handler, metrics, exits, admin_pages,
         AdapterRoutes(adapters, keeper, dispatcher, gateway.rulebook), BackendRoutes(registry, proxy.reloader, now),
         _live_pages(proxy, now), proxy.scale,
-        UsagePage(usage, pools, lambda: {tenant.name: tenant for tenant in proxy.config.tenants}, now),
+        UsagePage(
+            usage, pools, lambda: {tenant.name: tenant for tenant in proxy.config.tenants}, now,
+            lambda: cluster_leasing is None or not cluster_leasing.is_remote,
+        ),
     )  # fmt: skip
     if cluster_leasing is not None:
         cluster = proxy.cluster = build_member(
@@ -401,15 +404,13 @@ def _exit_readers(
         yield export.record
 
 
-async def _usage(
-    stack: AsyncExitStack, config: Config, pools: Pools, folder: Path | None, plain_keys: Callable[[], Sequence[str]]
-) -> Usage:
+async def _usage(stack: AsyncExitStack, config: Config, pools: Pools, folder: Path | None) -> Usage:
     """Returns the use of tenants, and tells today's budgets how much is used.
 
     Writes the use until `stack` is closed.
     """
     name = process_name(config.cluster.member or gethostname(), time.time())  # noqa: TID251 - days are of the calendar
-    usage = Usage(folder, name, ZoneInfo(config.usage.time_zone), time.time, plain_keys)  # noqa: TID251
+    usage = Usage(folder, name, ZoneInfo(config.usage.time_zone), time.time)  # noqa: TID251
     await stack.enter_async_context(background_task(usage.run, "write the use of tenants"))
     await usage.begin_day(pools.days)
     await stack.enter_async_context(background_task(partial(usage.follow_days, pools.days), "begin days"))

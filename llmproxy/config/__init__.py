@@ -10,7 +10,17 @@ from llmproxy.config.load import Override, load, load_backends, unused_settings,
 from llmproxy.config.schema.backends import BackendConfig, BackendTlsConfig, DiscoveryConfig, PollConfig
 from llmproxy.config.schema.process import ClientsConfig, ClusterConfig, ClusterTlsConfig, TlsConfig
 from llmproxy.config.schema.requests import ModelConfig, ObjectiveConfig, SchedulingConfig, TenantConfig, TimeoutsConfig
-from llmproxy.config.value_types import AUTO_SALT, DNS, SRV, TRUST_WORDS, Network, hash_of, is_api_key, nearest
+from llmproxy.config.value_types import (
+    AUTO_SALT,
+    DNS,
+    SRV,
+    TRUST_WORDS,
+    Network,
+    api_key_name,
+    hash_of,
+    is_api_key,
+    nearest,
+)
 from llmproxy.config.watched import WatchedFile
 from llmproxy.core.placement.policy import presets
 
@@ -41,6 +51,7 @@ __all__ = [
     "TimeoutsConfig",
     "TlsConfig",
     "WatchedFile",
+    "api_key_name",
     "changes_between",
     "hash_of",
     "is_api_key",

@@ -51,6 +51,7 @@ from llmproxy.config.value_types import (
     Network,
     Number,
     Trust,
+    api_key_name,
     backend_from_text,
     criticality_of,
     hash_of,
@@ -375,7 +376,7 @@ class Config(Section):
 
     def key_names(self) -> Iterator[tuple[str, str]]:
         """Yields (tenant, name) of each API key, as in request records. The tenant is empty for keys of `api_keys`."""
-        yield from (("", f"api_keys[{i}]") for i in range(len(self.api_keys)))
+        yield from (("", api_key_name(key)) for key in self.api_keys)
         yield from ((tenant.name, name) for tenant in self.tenants for name in tenant.key_names())
 
     def needs_key(self) -> bool:

@@ -298,6 +298,15 @@ def hash_of(key: str) -> str:
     return f"sha256:{sha256(key.encode()).hexdigest()}"
 
 
+def api_key_name(key: str) -> str:
+    """Returns the name of a key of `api_keys` in logs, metrics and the use by day. It does not tell the key.
+
+    The name does not depend on the place of the key in the list, because a reload may move a key while its requests
+    run.
+    """
+    return f"api_keys:{sha256(hash_of(key).encode()).hexdigest()[:12]}"
+
+
 def key_hash(value: object) -> str:
     if isinstance(value, str) and re.fullmatch(r"sha256:[0-9a-fA-F]{64}", value):
         return value.lower()

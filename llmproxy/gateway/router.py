@@ -14,7 +14,15 @@ from llmproxy.gateway.http.client_address import Client
 from llmproxy.gateway.http.client_limits import ClientLimits
 from llmproxy.gateway.http.client_request import ClientRequest
 from llmproxy.gateway.http.errors import INTERNAL_MESSAGE, Failure, nothing_at
-from llmproxy.gateway.http.routes import MODELS, PING, SCHEDULED, STORED_RESPONSES, error_dialect, is_administrative
+from llmproxy.gateway.http.routes import (
+    MODELS,
+    PING,
+    SCHEDULED,
+    STORED_RESPONSES,
+    USAGE,
+    error_dialect,
+    is_administrative,
+)
 from llmproxy.gateway.http.strictness import asks_for_websocket, no_websocket
 from llmproxy.gateway.http.strictness import check as check_strictness
 from llmproxy.gateway.http.wrong_protocol import WrongProtocol
@@ -109,7 +117,7 @@ class Router:
             # Not logged as an error: some clients try a WebSocket first and then use HTTP.
             return no_websocket().response(error_dialect(path), {"x-request-id": id_for_error(request.headers)})
         sender = rules.clients.identify(request)
-        if path not in OWN:
+        if path not in OWN or path == USAGE:
             self.clients.count_request(sender.address, asyncio.get_running_loop().time())
         # The raw path: for a proxy in front that filters by path, %2f is no slash.
         route = SCHEDULED.get(request.rel_url.raw_path.rstrip("/"))

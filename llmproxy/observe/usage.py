@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime, timedelta
-from functools import lru_cache
-from hashlib import sha256
+from itertools import chain
 from pathlib import Path
+from threading import Lock
 from zoneinfo import ZoneInfo
 
 import msgspec
 import structlog
 
-from llmproxy.config import hash_of, model_limit, tenant_limit
+from llmproxy.config import model_limit, tenant_limit
 from llmproxy.core.queueing.day_budgets import MONEY, DayBudgets
 from llmproxy.core.queueing.rate_limits import REQUESTS, TOKENS, RateName
 from llmproxy.observe.exit import UNKNOWN_MODEL, RequestExit
@@ -33,7 +32,8 @@ OTHERS_S = 5.0  # The minimum seconds between two reads of the files of other pr
 ENTRIES_MAX = 100_000
 """The maximum number of combinations of tenant, key and model in a day. Further models count under UNKNOWN_MODEL."""
 FILE_BYTES_MAX = 64 << 20
-PLAIN_KEY = re.compile(r"api_keys\[(\d+)\]")
+CLOCK_ERROR_S = 7200.0
+"""A clock that is set back over midnight stays in its day. If it was wrong by more than this, another day begins."""
 Who = tuple[str, str]  # The tenant and the name of the key.
 
 _log = structlog.get_logger()
@@ -90,7 +90,6 @@ class Usage:
         process: Part of the file's name that no other process has.
         zone: Time zone of the days.
         clock: Returns the Unix time.
-        plain_keys: Returns the keys of `api_keys`, or their hashes.
     """
 
     def __init__(
@@ -99,20 +98,21 @@ class Usage:
         process: str,
         zone: ZoneInfo,
         clock: Callable[[], float],
-        plain_keys: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         self._folder, self._process, self._zone, self._clock = folder, process, zone, clock
-        self._plain_keys = plain_keys
         self.zone = zone.key
         self._today = self.today()
-        self._day_ends_s = clock() + self.day_left_s()
+        self._day_began_s, self._day_ends_s = clock(), clock() + self.day_left_s()
         self._lines: dict[Who, Line] = {}
         self._entries = 0
-        # The use of this process on the ended days of the month, and the days whose use is not in their file yet.
-        self._earlier: list[Line] = []
+        # The use of this process on the ended days of the month, by tenant.
+        self._earlier: dict[str, list[Line]] = {}
+        # The days whose use is not in their file yet, and the days whose file a thread writes.
         self._unwritten: set[str] = set()
-        # File -> (its modification time in ns, its lines).
-        self._others: dict[Path, tuple[int, list[Line]]] = {}
+        self._in_writing: set[str] = set()
+        self._writer = Lock()
+        # File -> (its modification time in ns, its lines by tenant).
+        self._others: dict[Path, tuple[int, dict[str, list[Line]]]] = {}
         self._others_s = 0.0
         self._warned = ""
 
@@ -130,7 +130,7 @@ class Usage:
         """Counts a finished request that reached a backend."""
         if not ended.attempts:
             return
-        if self._clock() >= self._day_ends_s:
+        if not self._day_began_s - CLOCK_ERROR_S <= self._clock() < self._day_ends_s:
             self._end_day()
         last = ended.last
         if last.prompt_tokens is not None and not last.estimated_output_tokens:
@@ -138,8 +138,6 @@ class Usage:
         else:
             used = _partly_estimated(ended)
         key = ended.key or ""
-        if key and not ended.tenant:
-            key = self.lasting(key)
         line = self._lines.get((ended.tenant, key))
         if line is None:
             line = Line(self._today, ended.tenant, key, {})
@@ -156,37 +154,29 @@ class Usage:
                 line.costs[one.backend] = line.costs.get(one.backend, 0.0) + one.cost
         self._unwritten.add(self._today)
 
-    def lasting(self, key: str) -> str:
-        """Returns the name that the files use for a key `api_keys[N]`, or `key` itself for any other name.
-
-        The name has a hash of the key, because the position of a key may differ in another configuration.
-        """
-        keys, place = self._plain_keys(), PLAIN_KEY.fullmatch(key)
-        return _lasting(keys[int(place[1])]) if place is not None and int(place[1]) < len(keys) else key
-
     def _end_day(self) -> None:
         today = self.today()
-        self._earlier += self._lines.values()
-        self._earlier = [line for line in self._earlier if line.day[:7] == today[:7] or line.day in self._unwritten]
+        kept = self._unwritten | self._in_writing
+        lines = (*_lines_of(self._earlier), *self._lines.values())
+        self._earlier = _by_tenant(line for line in lines if line.day[:7] == today[:7] or line.day in kept)
         self._today, self._lines, self._entries = today, {}, 0
-        self._day_ends_s = self._clock() + self.day_left_s()
+        self._day_began_s, self._day_ends_s = self._clock(), self._clock() + self.day_left_s()
 
     # --- sums ---------------------------------------------------------------------------------------------------------
 
     def of_tenant(self, tenant: str) -> Iterator[Line]:
         """Yields the lines of a tenant in the current month, of this process and of the files that were read last."""
-        return (line for line in self._all() if line.tenant == tenant)
+        month = self.today()[:7]
+        for lines in (*(lines for _, lines in self._others.values()), self._earlier):
+            yield from (line for line in lines.get(tenant, ()) if line.day[:7] == month)
+        yield from (line for line in self._lines.values() if line.tenant == tenant and line.day[:7] == month)
 
     def of_today(self) -> Iterator[Line]:
-        """Returns the lines of today, of all tenants."""
+        """Yields the lines of today, of all tenants."""
         today = self.today()
-        return (line for line in self._all() if line.day == today)
-
-    def _all(self) -> Iterator[Line]:
-        month = self.today()[:7]
-        for _, lines in self._others.values():
-            yield from (line for line in lines if line.day[:7] == month)
-        yield from (line for line in (*self._earlier, *self._lines.values()) if line.day[:7] == month)
+        for lines in (*(lines for _, lines in self._others.values()), self._earlier):
+            yield from (line for line in _lines_of(lines) if line.day == today)
+        yield from (line for line in self._lines.values() if line.day == today)
 
     def read_others(self) -> None:
         """Reads the files of this month that other processes have changed, at most every OTHERS_S.
@@ -209,7 +199,9 @@ class Usage:
             known = self._others.get(path)
             try:
                 changed_ns = path.stat().st_mtime_ns
-                others[path] = known if known is not None and known[0] == changed_ns else (changed_ns, _read(path))
+                others[path] = (
+                    known if known is not None and known[0] == changed_ns else (changed_ns, _by_tenant(_read(path)))
+                )
             except FileNotFoundError:
                 continue
             except (OSError, ValueError) as error:
@@ -268,7 +260,8 @@ class Usage:
     def _due(self) -> list[tuple[str, bytes]]:
         """Returns the day and the content of each file that must be written."""
         due, self._unwritten = self._unwritten, set()
-        lines = [*self._earlier, *self._lines.values()]
+        self._in_writing = due
+        lines = (*_lines_of(self._earlier), *self._lines.values())
         return [(day, _encoded(line for line in lines if line.day == day)) for day in due]
 
     def _path(self, day: str) -> Path:
@@ -280,12 +273,14 @@ class Usage:
         path = self._path(day)
         new = path.with_suffix(".new")
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with new.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            new.replace(path)
+            # At the end of the process, a thread may still be writing.
+            with self._writer:
+                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                with new.open("wb") as file:
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())
+                new.replace(path)
         except OSError as error:
             self._unwritten.add(day)
             with suppress(OSError):
@@ -313,9 +308,15 @@ def _partly_estimated(ended: RequestExit) -> Used:
     return used
 
 
-@lru_cache
-def _lasting(key: str) -> str:
-    return f"api_keys:{sha256(hash_of(key).encode()).hexdigest()[:12]}"
+def _by_tenant(lines: Iterable[Line]) -> dict[str, list[Line]]:
+    found: dict[str, list[Line]] = {}
+    for line in lines:
+        found.setdefault(line.tenant, []).append(line)
+    return found
+
+
+def _lines_of(by_tenant: Mapping[str, list[Line]]) -> Iterator[Line]:
+    return chain.from_iterable(by_tenant.values())
 
 
 def _encoded(lines: Iterable[Line]) -> bytes:

@@ -125,7 +125,7 @@ FIELDS = {
     "duration_s": "Seconds from arrival to the end.",
     "met": "Whether the request met its objective.",
     "unknown_model": "First 100 characters of the requested model name, if `model` is `unknown`.",
-    "key": "Name of the key, or its position such as `keys[0]` or `api_keys[0]`. Never the key itself.",
+    "key": "Name of the key, or its position such as `keys[0]`; for a key of `api_keys`, a name from its hash. Never the key itself.",
     "client": "Address of the client, past `clients.trusted_proxies`.",
     "user_agent": "`User-Agent` of the client: its first 64 characters.",
     "unknown_objective": "Unknown objective in a trusted header.",

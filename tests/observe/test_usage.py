@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 from datetime import datetime
 from pathlib import Path
 from zoneinfo import ZoneInfo
@@ -168,16 +169,39 @@ async def test_files_that_cannot_be_read_for_a_moment_keep_their_sums(
     assert of(second).requests == 0
 
 
-def test_a_plain_key_has_no_use_of_an_earlier_one_at_its_place() -> None:
-    keys = ["key-one", "key-two"]
-    usage = Usage(None, "one", BERLIN, Clock("2026-11-28T10:00"), lambda: keys)
-    record = ended("")
-    record.key = "api_keys[1]"
-    usage.record(record)
-    del keys[0]
-    (line,) = usage.of_tenant("")
-    assert line.key == usage.lasting("api_keys[0]") != usage.lasting("api_keys[1]") == "api_keys[1]"
-    assert "key-two" not in line.key
+def test_a_clock_that_was_days_ahead_books_on_the_real_day_after_its_correction(tmp_path: Path) -> None:
+    clock = Clock("2031-01-05T00:10")
+    usage = ledger(tmp_path, clock)
+    usage.record(ended())
+    clock.now_s = Clock("2026-11-28T10:00").now_s
+    usage.record(ended())
+    usage.record(ended())
+    assert of(usage).requests == 2
+    assert [line.day for line in usage.of_today()] == ["2026-11-28"]
+
+
+async def test_a_failed_write_over_the_end_of_the_month_keeps_the_last_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock("2026-11-30T23:59")
+    usage = ledger(tmp_path, clock)
+    usage.record(ended())
+    await written(usage)
+    usage.record(ended())
+
+    def hung(*_: object) -> None:
+        # The folder hangs over midnight, and then fails.
+        clock.now_s += 60.0
+        usage.record(ended())
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", hung)
+        await written(usage)
+    await written(usage)
+    lines = {path.name: orjson.loads(path.read_bytes()) for path in files(tmp_path)}
+    counted = {name: line["models"]["m"]["requests"] for name, line in lines.items()}
+    assert counted == {"2026-11-30.one.jsonl": 2, "2026-12-01.one.jsonl": 1}
 
 
 async def test_a_full_disk_loses_nothing_when_there_is_room_again(tmp_path: Path) -> None:
@@ -229,6 +253,16 @@ async def test_the_budget_of_a_model_counts_its_aliases_after_a_restart(tmp_path
     await ledger(tmp_path, clock, "two").begin_day(days)
     now = asyncio.get_running_loop().time()
     assert {days.left(name, now) for name in ("model:alias", "model:m", "tenant:acme")} == {(None, 40.0)}
+
+
+async def test_a_clock_that_was_days_ahead_leaves_the_budget_of_the_real_day(tmp_path: Path) -> None:
+    clock = Clock("2031-01-05T12:00")
+    usage, days = ledger(tmp_path, clock), DayBudgets({"tenant:acme": UsageLimit(tokens_per_day=100)})
+    await usage.begin_day(days)
+    clock.now_s = Clock("2026-11-28T10:00").now_s
+    usage.record(ended(tokens=89))
+    await usage.begin_day(days)
+    assert days.left("tenant:acme", asyncio.get_running_loop().time()) == (None, 10.0)
 
 
 async def test_a_clock_that_is_set_back_loads_no_use_of_the_day_before(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ together. A request counts on the day of its end, if it reached a backend, and s
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import date, timedelta
 from math import inf
 
 from msgspec import Struct
@@ -59,16 +60,18 @@ class DayBudgets:
         self._parts, self._shared = parts, dict(self._used)
 
     def begin(self, day: str, ends_s: float, now: float) -> bool:
-        """Begins a day, or corrects the end of the current one. Returns False for a day that sorts before the current
-        one, which is ignored.
+        """Begins a day, or corrects the end of the current one.
+
+        Returns False for the day before the current one, which is ignored: the clock was set back over midnight. A
+        clock that was days ahead is corrected.
 
         Args:
-            day: A name such as `2026-11-28`. Names sort as days do.
+            day: A date such as `2026-11-28`.
             ends_s: The end of the day, on the clock of `now`.
         """
-        if day < self._day:
+        if self._day and date.fromisoformat(self._day) - date.fromisoformat(day) == timedelta(days=1):
             return False
-        if day > self._day and self._day and not self._unnamed:
+        if day != self._day and self._day and not self._unnamed:
             self._clear()
         self._day, self._ends_s, self._unnamed = day, ends_s, False
         self._roll(now)
@@ -125,11 +128,12 @@ class DayBudgets:
             one.reached = True
 
     def used(self, request: Request, tokens: float, now: float) -> None:
-        """Counts the real tokens of an attempt."""
+        """Counts the real tokens of an attempt. The rest of the reservation is for the next attempt."""
         self._roll(now)
         if (one := self._requests.get(request.id)) is not None:
-            self._reserve(one.names, TOKENS, -one.tokens)
-            one.tokens = 0.0
+            counted = min(tokens, one.tokens)
+            self._reserve(one.names, TOKENS, -counted)
+            one.tokens -= counted
         for name in self._daily_of(request):
             self._take(name, TOKENS, tokens)
 

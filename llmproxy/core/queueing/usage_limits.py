@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from llmproxy.core.domain import Request
+from llmproxy.core.domain import Refused, Request
 from llmproxy.core.queueing.day_budgets import DayBudgets
 from llmproxy.core.queueing.rate_limits import RateLimits, Rates
 from llmproxy.core.settings import UsageLimit
@@ -50,10 +50,17 @@ class UsageLimits:
             del self._uses[name]
 
     def admit(self, request: Request, now: float) -> None:
-        """Charges a new request and its expected tokens. Raises Refused (`rate_limited`)."""
+        """Charges a new request and its expected tokens. Raises Refused (`rate_limited`).
+
+        A refused request costs nothing. Daily budgets come first, because a rate gives no request back.
+        """
         if request.limits:
-            self.rates.admit(request, now)
             self.days.admit(request, now)
+            try:
+                self.rates.admit(request, now)
+            except Refused:
+                self.days.ended(request, now)
+                raise
 
     def full(self, request: Request) -> str | None:
         """Returns the in-flight limit that makes `request` wait; None if there is none."""

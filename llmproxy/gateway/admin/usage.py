@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from aiohttp import web
-from msgspec.structs import replace
 
 from llmproxy.config import TenantConfig, tenant_limit
 from llmproxy.core.pools import Pools
@@ -19,20 +18,31 @@ PARTS_MAX = 1_000  # The maximum number of models in an answer. Further models c
 
 
 class UsagePage:
-    """Serves `/v1/usage`. `tenants` returns the configured tenants by name."""
+    """Serves `/v1/usage`.
+
+    Args:
+        tenants: Returns the configured tenants by name.
+        clock: Returns the time of the scheduler's clock, in seconds.
+        knows_rates: Returns whether this process charges the rates. In a cluster, only the leader does.
+    """
 
     def __init__(
-        self, usage: Usage, pools: Pools, tenants: Callable[[], Mapping[str, TenantConfig]], clock: Callable[[], float]
+        self,
+        usage: Usage,
+        pools: Pools,
+        tenants: Callable[[], Mapping[str, TenantConfig]],
+        clock: Callable[[], float],
+        knows_rates: Callable[[], bool],
     ) -> None:
         self._usage, self._pools, self._tenants, self._clock = usage, pools, tenants, clock
+        self._knows_rates = knows_rates
 
     async def show(self, tenant: Tenant) -> web.Response:
         """Returns the use of a tenant. A client with a plain key, which has no tenant, sees the use of its key."""
         await asyncio.to_thread(self._usage.read_others)
         lines = list(self._usage.of_tenant(tenant.name))
         if not tenant.name and tenant.key:
-            own = self._usage.lasting(tenant.key)
-            lines = [replace(line, key=tenant.key) for line in lines if line.key == own]
+            lines = [line for line in lines if line.key == tenant.key]
         today = self._usage.today()
         return page_response(
             {
@@ -57,7 +67,11 @@ class UsagePage:
             return {}
         left = self._pools.usage_left(tenant_limit(tenant), self._clock())
         limits = {name: value for name, value in entry.limits.model_dump().items() if value is not None}
-        return limits | {f"{name}_left": int(value) for name, value in left.items() if value is not None}
+        return limits | {
+            f"{name}_left": int(value)
+            for name, value in left.items()
+            if value is not None and (self._knows_rates() or not name.endswith("_per_min"))
+        }
 
 
 def _parts(lines: Iterable[Line]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from hashlib import sha256
 from hmac import compare_digest, digest
 from typing import NoReturn
 
-from llmproxy.config import AUTO_SALT, Config, TenantConfig, hash_of
+from llmproxy.config import AUTO_SALT, Config, TenantConfig, api_key_name, hash_of
 from llmproxy.core.domain import Outcome
 from llmproxy.gateway.http.errors import Failure
 
@@ -83,8 +83,7 @@ class Keys:
     def __init__(self, config: Config, wall_clock: Callable[[], datetime] = _utc_now) -> None:
         self._wall_clock = wall_clock
         self._keys = [
-            _Key(key_digest(hash_of(key)), replace(NO_TENANT, key=f"api_keys[{i}]"))
-            for i, key in enumerate(config.api_keys)
+            _Key(key_digest(hash_of(key)), replace(NO_TENANT, key=api_key_name(key))) for key in config.api_keys
         ]
         for entry in config.tenants:
             tenant = _tenant(config, entry)

