@@ -300,6 +300,7 @@ class Pools:
         backend = self.backends[placed.backend]
         lease = scheduler.leases.book(request, placed, backend, at_s, answers_on=answers_on)
         scheduler.charges.already_charged(request, lease)
+        self.limits.rates.resume(request)
         self._of_lease[lease] = scheduler.leases
         return lease
 

@@ -26,7 +26,8 @@ from llmproxy.scheduling.lease import Lease
 
 UNSENT_MAX = 10_000  # Maximum number of reports kept without a link. They only correct estimates.
 NO_LEADER_RETRY_S = 1.0
-
+DISCOVERY_LAG_S = 10.0  # Maximum time between the discovery of a backend by this process and by the other one.
+DISCOVERY_RETRY_S = 0.2
 CallAnswer = messages.NameResolved | messages.PageResponse
 
 
@@ -40,6 +41,7 @@ class _Waiting(Struct, eq=False):
     since_s: float
     granted: asyncio.Future[Lease]
     sent: bool = False  # Whether its `Admit` was ever sent.
+    unknown: frozenset[str] = frozenset()  # Granted backends that this process does not know yet; a part of `excluded`.
 
 
 class _Run(Struct, eq=False):
@@ -231,6 +233,14 @@ class LeaseClient:
                 asyncio.get_running_loop().call_soon(self._cut, message)
             case messages.CallRefused(call, outcome, text, retry_after_s):
                 asked = self._waiting.get(call)
+                if (
+                    asked is not None
+                    and asked.unknown
+                    and outcome is Outcome.REJECTED_NO_BACKENDS
+                    and loop_time() < asked.since_s + DISCOVERY_LAG_S
+                ):
+                    asyncio.get_running_loop().call_later(DISCOVERY_RETRY_S, self._ask_for_unknown, call)
+                    return
                 refused = self._calls.get(call) if asked is None else asked.granted
                 if refused is not None and not refused.done():
                     refused.set_exception(Refused(outcome, text, retry_after_s))
@@ -245,7 +255,8 @@ class LeaseClient:
         if message.placed.backend not in self._backends:
             # Processes find backends at different times.
             self.report(messages.CancelCall(message.call))
-            self._ask_again(asked, message.placed.backend)
+            asked.unknown |= {message.placed.backend}
+            self._ask_again(asked, asked.excluded | asked.unknown)
             return
         link, at_s = self.link, message.at_s
         if link is not None and not link.local:
@@ -259,10 +270,17 @@ class LeaseClient:
         run = self._runs[message.call] = _Run(Lease(grant, self.apply))
         asked.granted.set_result(run.lease)
 
-    def _ask_again(self, asked: _Waiting, without: str) -> None:
+    def _ask_for_unknown(self, call: int) -> None:
+        """Asks for a request whose only backends are still unknown here. This process should find them soon, too."""
+        asked = self._waiting.get(call)
+        if asked is not None and not asked.granted.done():
+            known, asked.unknown = asked.excluded - asked.unknown, frozenset()
+            self._ask_again(asked, known)
+
+    def _ask_again(self, asked: _Waiting, excluded: frozenset[str]) -> None:
         """Asks again with another call number, because the leader may still have a lease with the old number."""
         del self._waiting[asked.call]
-        asked.call, asked.excluded = next(self._serial), asked.excluded | {without}
+        asked.call, asked.excluded = next(self._serial), excluded
         self._waiting[asked.call] = asked
         self._ask(asked)
 

@@ -64,7 +64,8 @@ class Dispatcher:
     on_change: list[Callable[[], None]] = field(default_factory=list)
     # Awaited for each new request with limits. May raise Refused.
     reserve: Callable[[Request], Awaitable[None]] | None = None
-    draining: bool = False  # Whether new requests are refused.
+    draining: bool = False  # Whether the process shuts down.
+    admitting: bool = True  # Whether new requests are admitted.
     # Whether waiting requests and further attempts are still granted; otherwise they are refused too.
     granting: bool = True
     granted: Counter[int] = field(default_factory=Counter)  # Band -> grants.
@@ -98,9 +99,9 @@ class Dispatcher:
         `entry`: whether this is a new request or a further attempt. Raises Refused if the request is not admitted, or
         is dropped from the waiting room.
         """
-        if self.reserve is not None and request.limits and entry is AdmissionKind.NEW and not self.draining:
+        if self.reserve is not None and request.limits and entry is AdmissionKind.NEW and self.admitting:
             await self.reserve(request)
-        if not self.granting or (self.draining and entry is AdmissionKind.NEW):
+        if not self.granting or (entry is AdmissionKind.NEW and not self.admitting):
             raise shutting_down()
         self.pools.submit(request, loop_time(), excluded, entry)
         granted: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
@@ -372,13 +373,13 @@ class Dispatcher:
 
     # --- drain --------------------------------------------------------------------------------------------------------
 
-    def drain(self, *, finish_waiting: bool = False) -> None:
+    def drain(self, *, finish_waiting: bool = False, admitting: bool = False) -> None:
         """Refuses new and waiting requests with the outcome `draining`. Leases go on.
 
         With `finish_waiting`, waiting requests and their further attempts are still granted, until a second call
-        without it.
+        without it. With `admitting`, new requests are still admitted: those of other members of a cluster.
         """
-        self.draining = True
+        self.draining, self.admitting = True, admitting
         self._wake_nameless()
         if finish_waiting:
             return

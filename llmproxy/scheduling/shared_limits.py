@@ -143,6 +143,9 @@ class SharedLimits:
         elif self._alone is not None:
             self._alone.admit(request, now)
 
+    def resume(self, request: Request) -> None:
+        """Does nothing, because members of a cluster have no store of limits."""
+
     def used(self, request: Request, tokens: float, now: float) -> None:
         charge = self._charges.get(request.id)
         if charge is not None:

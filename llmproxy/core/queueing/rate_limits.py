@@ -25,6 +25,9 @@ class Rates(Protocol):
     def admit(self, request: Request, now: float) -> None:
         """Charges a request and its expected tokens. Raises Refused (`rate_limited`)."""
 
+    def resume(self, request: Request) -> None:
+        """Expects the real tokens of a running request, which another process has charged."""
+
     def used(self, request: Request, tokens: float, now: float) -> None:
         """Charges the tokens of one attempt. The first call for a request replaces its expected tokens."""
 
@@ -82,6 +85,10 @@ class RateLimits:
         for limit, kind, _ in rates:
             self._buckets[limit, kind].take(amount(kind, tokens), now)
         self.accounts[request.id] = _Account(tokens)
+
+    def resume(self, request: Request) -> None:
+        if request.limits:
+            self.accounts.setdefault(request.id, _Account(expected(request)))
 
     def used(self, request: Request, tokens: float, now: float) -> None:
         account = self.accounts.get(request.id)

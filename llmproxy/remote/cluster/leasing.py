@@ -18,7 +18,7 @@ from llmproxy.core.lease_events import LeaseEvent, Started
 from llmproxy.lifecycle.background import spawned
 from llmproxy.observe.exit import RequestExit
 from llmproxy.remote import messages
-from llmproxy.remote.client import NO_LEADER_RETRY_S, UNSENT_MAX, LeaseClient
+from llmproxy.remote.client import DISCOVERY_LAG_S, NO_LEADER_RETRY_S, UNSENT_MAX, LeaseClient
 from llmproxy.remote.cluster.election import Leadership
 from llmproxy.remote.cluster.network import Network
 from llmproxy.remote.cluster.sessions import MemberSession
@@ -29,7 +29,6 @@ from llmproxy.scheduling.dispatcher import Dispatcher, loop_time
 
 PREFIXES_MAX = 2_000  # Prompts that a member remembers for its next leader.
 HASHES_MAX = 100_000  # Block hashes of all prompts: 50 MB of text, 4 MB of memory, 1 MB of frames.
-DISCOVERY_LAG_S = 10.0  # Maximum wait for the leader to find a backend that this member has found.
 CONNECT_S = 2.0  # Maximum time for connecting, until the leader's Welcome.
 
 _log = structlog.get_logger()
@@ -161,7 +160,8 @@ class ClusterLeasing(LeaseClient):
             self.report(messages.ExitReport(ended.later(-loop_time())))
 
     def drain(self, *, finish_waiting: bool = False) -> None:
-        self._local.drain(finish_waiting=True)
+        # A leader goes on with the requests of other members until it has resigned.
+        self._local.drain(finish_waiting=True, admitting=True)
         super().drain(finish_waiting=finish_waiting)
 
 

@@ -10,7 +10,7 @@ import pytest
 from llmproxy.core.domain import Outcome, Verdict
 from llmproxy.core.lease_events import Progress, Started
 from llmproxy.remote import messages
-from llmproxy.remote.client import NO_LEADER_RETRY_S, UNSENT_MAX
+from llmproxy.remote.client import DISCOVERY_LAG_S, DISCOVERY_RETRY_S, NO_LEADER_RETRY_S, UNSENT_MAX
 from llmproxy.remote.cluster.cluster import WITHOUT_LEADER_S
 from llmproxy.remote.cluster.sessions import GRACE_S
 from llmproxy.remote.link import SILENCE_S
@@ -460,6 +460,16 @@ async def test_member_that_drains_without_a_leader_refuses_waiting_requests() ->
 
 
 @virtual
+async def test_a_leader_that_drains_admits_requests_of_other_members() -> None:
+    async with world(2) as found:
+        found.leader.leasing.drain(finish_waiting=True)
+        own, other = found.leader.client(), found.followers[0].client()
+        await asyncio.sleep(SOON_S)
+        assert own.refused is not None
+        assert other.holds() == "a"
+
+
+@virtual
 async def test_member_that_finishes_waiting_requests_gets_no_new_ones() -> None:
     async with world(2) as found:
         one = found.followers[0]
@@ -486,6 +496,23 @@ async def test_a_grant_for_an_unknown_backend_is_asked_for_again_without_it() ->
         await asyncio.sleep(SOON_S)
         assert [client.holds() for client in clients] == ["b", "b"]
         assert found.leader.dispatcher.leases == 2
+
+
+@virtual
+@pytest.mark.parametrize("found_s", [1.0, None])
+async def test_a_grant_for_the_only_backend_waits_until_this_member_has_found_it(found_s: float | None) -> None:
+    async with world(2) as found:
+        one = found.followers[0]
+        one.backends.discard("a")
+        client = one.client()
+        await asyncio.sleep(found_s or DISCOVERY_LAG_S + 1.0)
+        if found_s is None:
+            assert client.refused is not None
+        else:
+            assert (client.holds(), client.refused) == (None, None)
+        one.backends.add("a")
+        await asyncio.sleep(DISCOVERY_RETRY_S + SOON_S)
+        assert client.holds() == (None if found_s is None else "a")
 
 
 @virtual

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llmproxy.core.domain import Outcome
+from llmproxy.core.domain import Outcome, Usage
 from llmproxy.core.queueing.rate_limits import REQUESTS, TOKENS
 from llmproxy.core.settings import Settings, UsageLimit
 from llmproxy.remote.cluster.hand_over import RATES_KNOWN_MAX, RATES_MAX, AnnouncedRateDebts
@@ -81,6 +81,20 @@ async def test_waiting_request_counts_once_at_the_next_leader() -> None:
         [left] = found.leader.dispatcher.pools.snapshot(asyncio.get_running_loop().time()).limits
         assert left.requests_left == pytest.approx(0.0, abs=0.2)
         assert left.tokens_left == pytest.approx(0.0, abs=4.0)
+
+
+@virtual
+async def test_the_next_leader_charges_the_real_tokens_of_running_requests() -> None:
+    async with world(3, settings=limited(tokens_per_min=6_000.0)) as found:
+        running = ask(found.followers[0], prompt_tokens=10, output_tokens=10)
+        await asyncio.sleep(1.5)
+        await another_leads(found)
+        assert running.lease is not None
+        running.lease.usage = Usage(10, 4_000)
+        await running.done()
+        await asyncio.sleep(SOON_S)
+        [left] = found.leader.dispatcher.pools.snapshot(asyncio.get_running_loop().time()).limits
+        assert left.tokens_left == pytest.approx(6_000 - 4_010, abs=50.0)
 
 
 @virtual
