@@ -121,10 +121,13 @@ class Usage:
         return datetime.fromtimestamp(self._clock(), self._zone).date().isoformat()
 
     def day_left_s(self) -> float:
-        """Returns the seconds until the next day. A day on which clocks change has 23 or 25 hours."""
-        now = datetime.fromtimestamp(self._clock(), self._zone)
-        tomorrow = datetime.combine(now.date() + timedelta(days=1), datetime.min.time(), self._zone)
-        return tomorrow.timestamp() - now.timestamp()
+        """Returns the seconds until the next day. Days with a change of the clock have 23 or 25 hours."""
+        return self._day_after().timestamp() - self._clock()
+
+    def _day_after(self) -> datetime:
+        """Returns the beginning of tomorrow."""
+        tomorrow = datetime.fromtimestamp(self._clock(), self._zone).date() + timedelta(days=1)
+        return datetime.combine(tomorrow, datetime.min.time(), self._zone)
 
     def record(self, ended: RequestExit) -> None:
         """Counts a finished request that reached a backend."""
@@ -219,9 +222,11 @@ class Usage:
         Does nothing if the budgets already have this day.
         """
         await asyncio.to_thread(self.read_others)
-        now = asyncio.get_running_loop().time()
-        if not days.begin(self.today(), now + self.day_left_s(), now):
+        if days.day == self._day_after().date().isoformat():
+            # The clock was set back over midnight.
             return
+        now = asyncio.get_running_loop().time()
+        days.begin(self.today(), now + self.day_left_s(), now)
         used = of_limits(self.of_today())
         days.restore({(name, REQUESTS): float(one.requests) for name, one in used.items()})
         days.restore({(name, TOKENS): float(one.tokens) for name, one in used.items()})

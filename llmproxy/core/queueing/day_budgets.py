@@ -7,7 +7,6 @@ together. A request counts on the day of its end, if it reached a backend, and s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import date, timedelta
 from math import inf
 
 from msgspec import Struct
@@ -44,7 +43,7 @@ class DayBudgets:
         self._reserved: dict[RateName, float] = {}
         # The number of processes that share the rest of each budget from the time when `_shared` was used.
         self._parts, self._shared = 1, dict[RateName, float]()
-        self._day, self._ends_s = "", inf
+        self.day, self._ends_s = "", inf
         # Whether the day ended before `begin` named the next one.
         self._unnamed = False
 
@@ -59,23 +58,17 @@ class DayBudgets:
         """
         self._parts, self._shared = parts, dict(self._used)
 
-    def begin(self, day: str, ends_s: float, now: float) -> bool:
-        """Begins a day, or corrects the end of the current one.
-
-        Returns False for the day before the current one, which is ignored: the clock was set back over midnight. A
-        clock that was days ahead is corrected.
+    def begin(self, day: str, ends_s: float, now: float) -> None:
+        """Begins another day, or corrects the end of the current one.
 
         Args:
-            day: A date such as `2026-11-28`.
+            day: The name of the day, such as `2026-11-28`.
             ends_s: The end of the day, on the clock of `now`.
         """
-        if self._day and date.fromisoformat(self._day) - date.fromisoformat(day) == timedelta(days=1):
-            return False
-        if day != self._day and self._day and not self._unnamed:
+        if day != self.day and self.day and not self._unnamed:
             self._clear()
-        self._day, self._ends_s, self._unnamed = day, ends_s, False
+        self.day, self._ends_s, self._unnamed = day, ends_s, False
         self._roll(now)
-        return True
 
     def _roll(self, now: float) -> None:
         while now >= self._ends_s:

@@ -133,13 +133,6 @@ def test_a_day_is_named_late_or_twice() -> None:
     assert days.left(TENANT, MIDNIGHT_S + 3.0) == (None, 90.0)
 
 
-def test_a_clock_that_is_set_back_over_midnight_gives_no_second_budget() -> None:
-    days = budgets(tokens_per_day=100)
-    days.used(theirs(id="a"), 60.0, 1.0)
-    days.begin("2026-11-27", 50.0, 2.0)
-    assert days.left(TENANT, 60.0) == (None, 40.0)
-
-
 def test_a_clock_that_is_set_forward_begins_a_day() -> None:
     days = budgets(tokens_per_day=100)
     days.used(theirs(id="a"), 60.0, 1.0)
