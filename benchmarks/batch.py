@@ -2,10 +2,10 @@
 
     python -m benchmarks.batch
 
-Two simulated replicas, the proxy, the clients and `llmproxy batch` are processes of their own. In each start, the same
-arrivals of streams come alone, beside a batch, and beside a batch with `--while-idle`. Each batch ends with `kill -9`.
-At last, the batch goes on to its end, and its results are counted. *Idle capacity used* is the rate of the batch over
-the rate of a full fleet less the rate of the clients.
+Two simulated replicas, the proxy, the clients and `llmproxy batch` run in separate processes. In each repetition, the
+same streams arrive three times: without a batch, with a batch, and with a batch that has `--while-idle`. Each batch is
+ended by `kill -9`. Finally the batch is run to its end, and its results are counted. *Idle capacity used* is the rate
+of the batch, divided by the difference between the rate of a fleet that serves only the batch and the clients' rate.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ ARMS: dict[str, Sequence[str] | None] = {
     "sheddable": (),
     "--while-idle": ("--while-idle",),
 }
+"""Name of an arm -> flags of `llmproxy batch`; None for no batch."""
 SETTLE_S = 5.0
-"""A window begins when the batch has found its number of open requests."""
+"""A measurement begins this long after the start of a batch, which then has found its number of open requests."""
 
 
 def batch_file(folder: Path, requests: int) -> Path:
@@ -47,7 +48,10 @@ def batch_file(folder: Path, requests: int) -> Path:
 
 
 def results(file: Path) -> list[str]:
-    """Returns the ids of all whole lines with an answer, with those of equal lines."""
+    """Returns the ids in all complete lines of a results file with status 200.
+
+    An id in several lines appears several times.
+    """
     try:
         lines = file.read_bytes().splitlines(keepends=True)
     except FileNotFoundError:
@@ -62,7 +66,7 @@ async def sending(running: Fleet, file: Path, out: Path, flags: Sequence[str]) -
 
 
 async def window(running: Fleet, rate: float, seconds: float, seed: int) -> list[Seen]:
-    """Returns the requests of clients that arrived within `seconds`, after `SETTLE_S`."""
+    """Returns the requests of clients that arrived within `seconds`, `rate` per second (0: none)."""
     async with Clients(running.session, WORK, seed) as clients:
         if rate:
             clients.poisson(rate, lambda: running.url)
@@ -72,7 +76,7 @@ async def window(running: Fleet, rate: float, seconds: float, seed: int) -> list
 
 
 async def one_start(table: Table, number: int, options: argparse.Namespace) -> dict[str, list[float]]:
-    """Prints a row for each arm, and returns their figures."""
+    """Prints a row of the table for each arm, and returns the figures of each."""
     flags = ("--model", "sim", "--max-num-seqs", str(BATCH), "--speed", str(options.speed))
     figures: dict[str, list[float]] = {}
     async with fleet([flags] * REPLICAS) as running:

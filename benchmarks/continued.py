@@ -2,12 +2,12 @@
 
     python -m benchmarks.continued [--only killed] [--times 20] [--results FILE]
 
-Three simulated replicas whose text is numbered, a proxy without settings, and 60 clients, each with one stream open
-all the time: chat and completions, with and without usage and token ids. In each scene a replica fails several times.
-Half of these times the proxy has `retry.continue: off`, in alternation. Every text is read token by token. Each fault
-and each failed stream is printed when it is known, the stream with the proxy's log line. With `--results`, the rounds
-are kept in a file, and a later run continues after the last of them. The exit status is 1 if a stream broke or a text
-was wrong while the proxy continued streams.
+The fleet has three simulated replicas with numbered words, a proxy with its defaults, and 60 clients. Each client keeps
+one stream open: chat and completions, with and without usage and token ids. In each scene a replica fails several
+times, half of the times with `retry.continue: off`, in alternation. Every text is checked token by token. Each fault
+and each failed stream is printed at once, the stream with the proxy's log line. With `--results`, the rounds are kept
+in a file, and a later run continues after the last round. The exit status is 1 if a stream broke or a text was wrong
+while the proxy continued streams.
 """
 
 from __future__ import annotations
@@ -37,11 +37,9 @@ from tests.numbered import fault_in
 REPLICAS, CLIENTS = 3, 60
 FLAGS = ("--model", "sim", "--text", "numbered", "--speed", "0.4")
 TOKENS = range(155, 401, 7)
-"""Lengths of answers. The numbered text of these lengths does not end inside a character."""
-DEADLINE_S = 2.0
-"""Time between a drain and the end of the replica."""
-GAP_S = 1.0
-"""Time between two faults in which nothing happens."""
+"""The lengths of the answers. A numbered text of such a length does not end inside a character."""
+DEADLINE_S = 2.0  # The seconds between a drain and the end of the replica.
+GAP_S = 1.0  # The seconds between two faults.
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USAGE = {"stream_options": {"include_usage": True}}
 KINDS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -66,10 +64,10 @@ class Stream:
     gap_s: float = 0.0
     """The longest time between two pieces of the answer."""
     hit: bool = False
-    """Whether it was open on a replica that failed."""
+    """Whether the stream was open on a replica that failed."""
     body: bytes = b""
     why: str = ""
-    """How it failed; empty if it was whole."""
+    """How the stream failed; "" if it was complete and correct."""
 
     @property
     def continued(self) -> bool:
@@ -118,12 +116,12 @@ class Clients:
         self.open: set[Stream] = set()
         self.seen: list[Stream] = []
         self.faults: list[tuple[float, str]] = []
-        """Time and replica of each fault, on the loop's clock, which the proxy's log uses too."""
+        """The time and the replica of each fault. The time is on the event loop's clock, as in the proxy's log."""
         self._over = False
         self._tasks = [asyncio.create_task(self._one_after_another(KINDS[i % len(KINDS)])) for i in range(CLIENTS)]
 
     async def ended(self) -> None:
-        """Send no more requests, and wait until all open ones have ended."""
+        """Sends no more requests, and waits until all open requests have ended."""
         self._over = True
         await asyncio.gather(*self._tasks)
 
@@ -217,7 +215,7 @@ async def drained(run: Run, index: int) -> None:
 
 
 async def errors(run: Run, index: int) -> None:
-    """Each of the next ten streams gets an error event after 50 tokens."""
+    """Gives each of the next ten streams of a replica an error event after 50 tokens."""
     await run.running.fault(index, "stream_error", after_tokens=50, times=10)
     await asyncio.sleep(5.0)
     await run.running.fault(index, None)
@@ -232,7 +230,7 @@ async def engine_dead(run: Run, index: int) -> None:
 
 
 async def ended(run: Run, index: int) -> None:
-    """Send SIGTERM. The flag `--shutdown` decides about open streams."""
+    """Sends SIGTERM to a replica. Its flag `--shutdown` decides about open streams."""
     run.clients.hit(index)
     await run.running.replicas[index].stop()
     await asyncio.sleep(3.0)
@@ -240,7 +238,7 @@ async def ended(run: Run, index: int) -> None:
 
 
 async def rolled(run: Run, _: int) -> None:
-    """All replicas, one after the other, each as soon as the one before is back."""
+    """Restarts all replicas, each as soon as the previous one is back."""
     for index in range(REPLICAS):
         run.clients.hit(index)
         await run.running.replicas[index].stop()
@@ -248,7 +246,7 @@ async def rolled(run: Run, _: int) -> None:
 
 
 async def rolled_after_drains(run: Run, _: int) -> None:
-    """As `rolled`, and each replica is drained first, as discovery does before Kubernetes ends a pod."""
+    """Restarts all replicas as `rolled` does, but drains each first, as discovery does before Kubernetes ends a pod."""
     for index in range(REPLICAS):
         await run.running.admin(index, "drain")
         run.clients.hit(index)
@@ -262,7 +260,7 @@ class Scene:
     happens: Callable[[Run, int], Awaitable[None]]
     flags: tuple[str, ...] = ()
     share: float = 1.0
-    """The share of the repetitions of scenes that take longer."""
+    """The share of `--times` for which the scene is repeated; less than 1 for scenes that take longer."""
 
 
 MODES = ("off", "safe")
@@ -291,12 +289,15 @@ class Round(Struct):
     hit: int
     continued: int
     gaps_s: list[float]
-    """Of the streams that were hit and did not fail."""
+    """The longest pause of each stream that was hit and did not fail, in seconds."""
     failed: list[str]
 
 
 async def play(scene: Scene, mode: str, turn: int, times: int, seed: int) -> Round:
-    """Let a scene happen `times` times on a fleet of its own."""
+    """Starts a fleet, plays the scene `times` times, and returns the figures of its streams.
+
+    `mode` is `retry.continue`.
+    """
     settings = WITH_ADMIN | ({} if mode == "safe" else {"retry": {"continue": mode}})
     async with fleet([(*FLAGS, *scene.flags)] * REPLICAS, settings=settings) as running:
         run = Run(running, Clients(running, seed + turn))
@@ -328,7 +329,7 @@ def explained(stream: Stream, entry: dict[str, Any] | None, faults: list[tuple[f
 
 
 def row(table: Table, name: str, mode: str, rounds: list[Round]) -> None:
-    """Print the figures of a scene."""
+    """Prints the figures of a scene."""
     failed = [why for one in rounds for why in one.failed]
     broken = sum(why.startswith("broken") for why in failed)
     gaps_s = [gap_s for one in rounds for gap_s in one.gaps_s]
@@ -338,7 +339,10 @@ def row(table: Table, name: str, mode: str, rounds: list[Round]) -> None:
 
 
 async def main() -> int:
-    """Print faults, then a row for each scene and mode. 1 if a stream failed although the proxy continues streams."""
+    """Prints faults, and then a row for each scene and mode.
+
+    Returns 1 if a stream failed although the proxy continues streams.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--times", type=int, default=20, help="faults in each scene and mode; fewer in rolling restarts"

@@ -1,11 +1,12 @@
-"""The longest turn of the event loop while thousands of clients open streams at once, and leave at once.
+"""The longest iteration of the event loop while thousands of clients open streams at once, and leave at once.
 
     python -m benchmarks.crowd
 
-`llmproxy serve` runs with every default and a timer in its event loop. The delay of the timer is the length of a turn
-of the loop; *CPU* is the time that the loop itself used in that turn, which other processes do not change. Each round
-opens all streams, keeps them for a moment, and closes the connections of all clients, with FIN and with RST in turns.
-*Done* is the time until every client has its first event, or until the proxy has no request. Linux only; loopback only.
+`llmproxy serve` runs with its defaults and a timer in its event loop. The delay of the timer is the length of an
+iteration of the loop. *CPU* is the CPU time of the loop's thread in an iteration, which other processes do not change.
+Each round opens all streams, keeps them for HELD_S, and closes the connections of all clients: with FIN in one round,
+and with RST in the next. *Done* is the time until every client has its first event, or until the proxy has no request.
+The benchmark needs Linux and uses only loopback addresses.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from benchmarks.table import Table
 
 TICK_S = 0.001
 FIGURES = struct.Struct("dd")
-"""The longest turn since the file was cleared, and the most CPU time of a turn, in seconds."""
+"""The longest iteration and the most CPU time of an iteration since the file was cleared, in seconds."""
 CHUNKS, GAP_US = 1000, 5_000_000
 MESSAGE = {"role": "user", "content": "Tell me a story. " * 40}
 BODY = json.dumps(
@@ -46,17 +47,16 @@ REQUEST = b"POST %b HTTP/1.1\r\nhost: proxy\r\ncontent-type: application/json\r\
 )  # fmt: skip
 EVENT = b"data: "
 OPEN = ("llmproxy_in_flight_requests{", "llmproxy_queued_requests{")
-HELD_S = 3.0
-LIMIT_S = 120.0
-RESET = struct.pack("ii", 1, 0)
-"""SO_LINGER of a socket that is closed with RST."""
+HELD_S = 3.0  # How long all streams stay open in a round.
+LIMIT_S = 120.0  # The longest wait until every client has its first event.
+RESET = struct.pack("ii", 1, 0)  # The value of SO_LINGER with which a socket is closed with RST.
 
 
 # --- in the process of the proxy --------------------------------------------------------------------------------------
 
 
 class TimedLoop(uvloop.Loop):
-    """The loop of production, with a timer that writes its delays to `figures`."""
+    """The event loop of production, with a timer that writes its delays to `figures`."""
 
     figures: mmap.mmap
 
@@ -73,7 +73,7 @@ class TimedLoop(uvloop.Loop):
 
 
 def serve(file: str, argv: list[str]) -> None:
-    """Runs the command line of llmproxy on a `TimedLoop`."""
+    """Runs the command line `argv` of llmproxy on a `TimedLoop`, which writes to `file`."""
     with Path(file).open("r+b") as opened:
         TimedLoop.figures = mmap.mmap(opened.fileno(), FIGURES.size)
     uvloop.new_event_loop = TimedLoop
@@ -87,7 +87,7 @@ def serve(file: str, argv: list[str]) -> None:
 
 
 class Turns:
-    """The figures of the proxy's loop."""
+    """The figures that the proxy's event loop writes to a file."""
 
     def __init__(self, file: Path) -> None:
         file.write_bytes(bytes(FIGURES.size))
@@ -95,14 +95,14 @@ class Turns:
             self._shared = mmap.mmap(opened.fileno(), FIGURES.size)
 
     def take(self) -> tuple[float, float]:
-        """Returns the longest turn and the most CPU time of a turn since the last call, in ms."""
+        """Returns the longest iteration and the most CPU time of an iteration since the last call, in ms."""
         longest_s, most_s = FIGURES.unpack(self._shared[: FIGURES.size])
         self._shared[: FIGURES.size] = bytes(FIGURES.size)
         return longest_s * 1e3, most_s * 1e3
 
 
 class Crowd:
-    """Clients that act together, on non-blocking sockets."""
+    """Many clients that act at the same time, on non-blocking sockets."""
 
     def __init__(self, port: int, count: int) -> None:
         self._address = "127.0.0.1", port
@@ -111,7 +111,10 @@ class Crowd:
         self._sockets: list[socket.socket] = []
 
     def open(self) -> None:
-        """Opens all streams. Returns when every client has an event. Raises BenchError if one gets none."""
+        """Opens all streams, and returns when every client has an event.
+
+        Raises BenchError if a client gets none in LIMIT_S.
+        """
         waiting: dict[socket.socket, bytes] = {}
         for _ in range(self._count):
             one = socket.socket()
@@ -149,7 +152,7 @@ class Crowd:
                 client.recv(1 << 16)
 
     def leave(self, *, reset: bool) -> None:
-        """Closes all connections in one go."""
+        """Closes all connections at once; `reset`: with RST."""
         for client in self._sockets:
             self._ready.unregister(client)
             if reset:

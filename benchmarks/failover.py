@@ -2,11 +2,15 @@
 
     python -m benchmarks.failover [--only killed]
 
-Four simulated replicas, the proxy, and streams at random moments. In each scene a replica breaks after some seconds of
-health, and recovers later. The exit status is 1 when a goal is missed: no request fails before its first byte; a stream
-that breaks after it ends in exactly one error event; a killed replica is found within 1 s, a slow one within 5 s, and a
-hung one 2 s after its first byte is due, or after five times the p99 of the time to the first byte; and requests take
-no more than 1.05 attempts each.
+Streams arrive at random at a proxy with four simulated replicas. In each scene a replica breaks after some seconds, and
+recovers later. The exit status is 1 if a goal is missed:
+
+- No request fails before its first byte.
+- A stream that breaks after its first byte ends with exactly one error event.
+- The log names a killed replica within 1 s, and a slow replica within 5 s.
+- The log names a hung replica within 2 s after its next byte is due, or within five times the p99 of the time to the
+  first byte if that is longer.
+- Requests take at most 1.05 attempts in the mean.
 """
 
 from __future__ import annotations
@@ -32,10 +36,8 @@ WORK = Work(tokens=(96,), words=5)
 ATTEMPTS_MAX = 1.05
 EVENTS = ("backend_ejected", "backend_back", "backend_down", "backend_up")
 RESET_SHARE, RESETS_S = 0.05, 10.0
-RESET_AFTER_BYTES = 4_000
-"""About a third of an answer."""
-AFTER_S = 6.0
-"""Load that goes on after recovery."""
+RESET_AFTER_BYTES = 4_000  # About a third of an answer.
+AFTER_S = 6.0  # The seconds of load after the recovery.
 
 
 @dataclass(slots=True)
@@ -71,30 +73,30 @@ class Run:
         return [one for one in self.clients.seen if one.byte_s is not None and not one.whole]
 
     def ttft_p99_s(self) -> float:
-        """The p99 of the time to the first byte of requests that were sent before the fault."""
+        """Returns the p99 of the seconds to the first byte, of requests that were sent before the fault."""
         sent = [one for one in self.clients.seen if one.sent_s < self.broken_s]
         return percentile([one.byte_s - one.sent_s for one in sent if one.byte_s], 0.99)
 
     @property
     def found_s(self) -> float | None:
-        """Seconds from the fault to the first line of the log about it."""
+        """The seconds from the fault to the first line of the log about it; None without a line."""
         named = (at_s for at_s, words in self.events if words.startswith(("backend_ejected", "backend_down")))
         return next(named, None)
 
     @property
     def back_s(self) -> float | None:
-        """Seconds from recovery to the first byte of replica 0."""
+        """The seconds from the recovery to the first byte of replica 0; None without a byte."""
         name = self.running.name(0)
         times = (one.byte_s for one in self.clients.seen if one.backend == name and one.byte_s)
         return min((at_s - self.healed_s for at_s in times if at_s > self.healed_s), default=None)
 
     @property
     def attempts(self) -> float:
-        """Attempts for each request."""
+        """The mean number of attempts of a request."""
         return 1.0 + self.retries / len(self.clients.seen)
 
     def read_log(self) -> None:
-        """Read the events of replica 0 since it broke."""
+        """Reads the events of replica 0 since it broke from the proxy's log."""
         for event in EVENTS:
             for entry in self.running.events(event):
                 at_s = datetime.fromisoformat(entry["timestamp"]).timestamp() - self.broken_unix_s
@@ -107,7 +109,7 @@ class Run:
 
 
 def during(fault: Fault, lasts_s: float, times: int = 1) -> Callable[[Run], Awaitable[None]]:
-    """Replica 0 has a fault for some seconds."""
+    """Returns a scene in which replica 0 has a fault for some seconds."""
 
     async def happens(run: Run) -> None:
         run.breaks()
@@ -121,7 +123,7 @@ def during(fault: Fault, lasts_s: float, times: int = 1) -> Callable[[Run], Awai
 
 
 async def resets(run: Run) -> None:
-    """A share of all streams is reset in mid-answer, at any replica."""
+    """Resets RESET_SHARE of all streams in mid-answer, at any replica."""
     rng, loop = random.Random(7), asyncio.get_running_loop()
     ends_s = loop.time() + RESETS_S
     while loop.time() < ends_s:
@@ -130,7 +132,7 @@ async def resets(run: Run) -> None:
 
 
 async def rolling(run: Run) -> None:
-    """Each replica in turn is drained, ended once it is empty, started, and used again."""
+    """Drains each replica in turn, ends it once it is empty, starts it, and uses it again."""
     for index in range(REPLICAS):
         await run.running.admin(index, "drain")
         await run.running.becomes(f'llmproxy_in_flight_requests{{backend="{run.running.name(index)}"}}', 0.0)
@@ -142,14 +144,14 @@ async def rolling(run: Run) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """A fault and its goals."""
+    """A fault, and the goals for the proxy's reaction."""
 
     name: str
     happens: Callable[[Run], Awaitable[None]]
     found_within_s: float | None = None
-    """None where the proxy has nothing to find."""
+    """The seconds within which the proxy must find the fault; None if it has nothing to find."""
     healthy_s: float = 3.0
-    """Time before the fault."""
+    """The seconds of load before the fault."""
     breaks_streams: bool = True
 
 
@@ -171,7 +173,7 @@ SCENES = (
 
 
 async def play(scene: Scene, rate: float, seed: int) -> Run:
-    """Run a scene on a fleet of its own, under `rate` streams per second."""
+    """Starts a fleet, and runs a scene under `rate` streams per second."""
     async with fleet([FLAGS] * REPLICAS, settings=WITH_ADMIN) as running:
         async with Clients(running.session, WORK, seed) as clients:
             run = Run(running, clients, rate)
@@ -210,7 +212,7 @@ def row(scene: Scene, run: Run) -> list[object]:
 
 
 def missed(scene: Scene, run: Run) -> list[str]:
-    """The goals that were missed."""
+    """Returns a sentence for each goal that was missed."""
     problems = [f"lost: {one.detail}" for one in run.lost]
     problems += [f"{one.errors} error events: {one.detail}" for one in run.cut if one.errors != 1]
     if run.cut and not scene.breaks_streams:
@@ -231,7 +233,7 @@ def missed(scene: Scene, run: Run) -> list[str]:
 
 
 async def main() -> int:
-    """Print a row for each scene, and the lines of the log. 1 when a goal was missed."""
+    """Prints a row for each scene, and the lines of the log. Returns 1 if a goal was missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", type=float, default=16.0, help="streams per second")
     parser.add_argument("--only", default="", help="part of a scene's name")

@@ -1,4 +1,7 @@
-"""Faults of a running fleet. Each block leaves the fleet healthy, however it ends."""
+"""Faults of a running fleet, as context managers.
+
+The fleet is healthy again after each block, however the block ends.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,11 @@ import aiohttp
 from benchmarks.fleet import Fleet, until
 
 Fault = Callable[[Fleet, int], AbstractAsyncContextManager[None]]
-"""Breaks the replica of an index, and mends it at the end of the block."""
+"""Breaks the replica with this index, and repairs it at the end of the block."""
 
 
 async def restart(running: Fleet, index: int) -> None:
-    """Kill a replica, start it with a cold cache, and wait until it answers."""
+    """Kills a replica, starts it with a cold cache, and waits until it answers."""
     await running.replicas[index].stop(signal.SIGKILL)
     await running.start_replica(index)
     await until(lambda: _answers(running, index))
@@ -38,7 +41,10 @@ async def killed(running: Fleet, index: int) -> AsyncIterator[None]:
 
 
 def stopped(*, every: bool = False) -> Fault:
-    """SIGSTOP, then SIGCONT, of one replica or of all: connections are accepted, and nothing is answered."""
+    """Returns a fault: SIGSTOP and later SIGCONT of one replica, or of all with `every`.
+
+    A stopped replica accepts connections and answers nothing.
+    """
 
     @asynccontextmanager
     async def applied(running: Fleet, index: int) -> AsyncIterator[None]:
@@ -56,7 +62,7 @@ def stopped(*, every: bool = False) -> Fault:
 
 @asynccontextmanager
 async def removed(running: Fleet, index: int) -> AsyncIterator[None]:
-    """A replica leaves the configuration and comes back. Other keys change too."""
+    """Removes a replica from the configuration, and adds it again after the block. Other keys change too."""
     available = f'llmproxy_backend_available{{backend="{running.name(index)}"}}'
     running.write(without=[index], retry={"extra_attempts": 1}, queue={"max_wait_s": 25.0})
     try:
@@ -78,7 +84,7 @@ async def drained(running: Fleet, index: int) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def misconfigured(running: Fleet, _: int) -> AsyncIterator[None]:
-    """An invalid configuration, then the old one."""
+    """Writes an invalid configuration, and the valid one again after the block."""
     refused = 'llmproxy_config_reloads_total{result="failure"}'
     before = await running.metric(refused) or 0.0
     running.write_text("backends: [http://127.0.0.1:1]\nquue: {max_wait_s: 1}\n")
@@ -91,7 +97,10 @@ async def misconfigured(running: Fleet, _: int) -> AsyncIterator[None]:
 
 
 def broken(kind: str, *, restarted: bool = False, **how: object) -> Fault:
-    """A fault of a simulated replica, which is switched off or ends with a restart."""
+    """Returns a fault `kind` of a simulated replica.
+
+    The fault is switched off at the end of the block, or ended by a restart with `restarted`.
+    """
 
     @asynccontextmanager
     async def applied(running: Fleet, index: int) -> AsyncIterator[None]:

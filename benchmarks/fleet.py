@@ -1,6 +1,6 @@
-"""A small fleet of real processes on loopback: simulated replicas, the proxy in front of them, and its pages and log.
+"""A small fleet of real processes on loopback: simulated replicas, a proxy in front of them, its pages and its log.
 
-All benchmarks of whole systems use it. Every process that is started here is ended here, by its process id.
+All benchmarks of the whole system use this module. Every process that it starts is ended by its process id.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ from llmproxy.config.value_types import hash_of
 
 READY_S = 60.0
 _PR_SET_PDEATHSIG = 1
-UP_S = 60.0
-"""Longest wait for a metric to change."""
+UP_S = 60.0  # The longest wait for a metric to change.
 _ADMIN_KEY = "for-drains"
 WITH_ADMIN = {"admin_key": hash_of(_ADMIN_KEY), "admin": {"public_metrics": True}}
-"""Settings of a fleet whose backends are drained."""
+"""The settings of a fleet whose backends a benchmark drains."""
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
+    """Returns a TCP port that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -52,13 +51,16 @@ def port_in(url: str) -> str:
 
 @dataclass(slots=True)
 class Process:
-    """A child process. `log` has its standard output and standard error."""
+    """A child process. Its standard output and standard error go to the file `log`."""
 
     child: asyncio.subprocess.Process
     log: Path
 
     async def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """End the process and return its exit code. A process that has not ended after ten seconds is killed."""
+        """Ends the process with a signal, and returns its exit code.
+
+        A process that has not ended after ten seconds is killed.
+        """
         if self.child.returncode is None:
             self.child.send_signal(number)
         try:
@@ -73,10 +75,10 @@ def _end_with_parent() -> None:
 
 
 async def start(arguments: Sequence[str], log: Path, *, tree: Path | None = None) -> Process:
-    """Start an `llmproxy` command from the checkout `tree` (this one if None). The caller has to stop it.
+    """Starts an `llmproxy` command from the checkout `tree`; None for this checkout. The caller must stop it.
 
-    The process has a session of its own, so that Ctrl-C reaches the caller alone. On Linux, it is killed when the
-    caller dies.
+    The process has its own session, so that Ctrl-C reaches only the caller. On Linux, it is killed when the caller
+    dies.
     """
     # Without PYTHONSAFEPATH, Python would look into the working directory before PYTHONPATH.
     env = None if tree is None else {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": str(tree)}
@@ -94,26 +96,29 @@ async def start(arguments: Sequence[str], log: Path, *, tree: Path | None = None
 
 
 async def start_replica(url: str, flags: Sequence[str], log: Path) -> Process:
-    """Start a simulated replica at `url`. Returns before the replica is ready."""
+    """Starts a simulated replica at `url`. Returns before the replica is ready."""
     return await start(["replica", "--port", port_in(url), *flags], log)
 
 
 @dataclass(slots=True)
 class Fleet:
-    """The processes and where they listen. A benchmark may stop and start them."""
+    """The processes of a fleet and their addresses. A benchmark may stop and start the processes."""
 
     url: str
     replica_urls: list[str]
     replica_flags: Sequence[Sequence[str]]
     folder: Path
     session: aiohttp.ClientSession
-    """For clients."""
+    """The HTTP session for requests of clients."""
     control: aiohttp.ClientSession
-    """For pages and faults, with a new connection each time: a POST would be lost if an idle connection closed."""
+    """The HTTP session for pages and faults.
+
+    Each request has a new connection, because a POST would be lost if an idle connection closed.
+    """
     settings: Mapping[str, Any]
     replicas: list[Process] = field(default_factory=list)
     proxies: list[Process] = field(default_factory=list)
-    """The current process of the proxy is the last."""
+    """All processes of the proxy so far. The last is the current process."""
     _starts: int = 0
 
     # --- processes ----------------------------------------------------------------------------------------------------
@@ -123,11 +128,11 @@ class Fleet:
         return self.proxies[-1]
 
     def name(self, index: int) -> str:
-        """The name of a replica in the proxy's logs and pages."""
+        """Returns the name of a replica in the proxy's logs and pages."""
         return self.replica_urls[index].removeprefix("http://")
 
     async def start_replica(self, index: int) -> None:
-        """Start replica `index` on its port, with a cold cache."""
+        """Starts replica `index` on its port, with a cold cache."""
         self._starts += 1
         log = self.folder / f"replica-{index}-{self._starts}.log"
         process = await start_replica(self.replica_urls[index], self.replica_flags[index], log)
@@ -146,7 +151,10 @@ class Fleet:
     # --- configuration ------------------------------------------------------------------------------------------------
 
     def write(self, without: Sequence[int] = (), **other: Any) -> Path:
-        """Replace the configuration file: without some replicas, and with `other` sections in place of `settings`."""
+        """Replaces the configuration file.
+
+        The file has all replicas except `without`, and the sections `other` in place of those in `settings`.
+        """
         backends = [{"url": url} for index, url in enumerate(self.replica_urls) if index not in without]
         address = {"host": "127.0.0.1", "port": int(port_in(self.url))}
         return self.write_text(json.dumps({**address, "backends": backends, **self.settings, **other}))
@@ -161,13 +169,13 @@ class Fleet:
     # --- the log ------------------------------------------------------------------------------------------------------
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        """The proxy's log lines of one kind so far. A line that is not complete yet is left out."""
+        """Returns the proxy's log lines of one event so far, without a line that is not complete yet."""
         lines = self.proxy.log.read_text(errors="replace").splitlines(keepends=True)
         entries = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("\n")]
         return [entry for entry in entries if entry.get("event") == name]
 
     def exits(self) -> list[dict[str, Any]]:
-        """The proxy's request lines so far, in order of exit."""
+        """Returns the log lines of requests that ended so far, in the order in which they ended."""
         return self.events("request")
 
     # --- pages --------------------------------------------------------------------------------------------------------
@@ -184,11 +192,11 @@ class Fleet:
         return await self.text(self.url + "/metrics")
 
     async def metric(self, series: str) -> float | None:
-        """The value of one series, None if the page has no such series."""
+        """Returns the value of one series; None if the page has no such series."""
         return value_of(await self.metrics(), series)
 
     async def becomes(self, series: str, value: float | None) -> None:
-        """Wait until a series has a value, or ends for None. Raises TimeoutError after `UP_S`."""
+        """Waits until a series has this value; None: until it is gone. Raises TimeoutError after UP_S."""
 
         async def is_so() -> bool:
             return await self.metric(series) == value
@@ -196,13 +204,13 @@ class Fleet:
         await until(is_so)
 
     async def fault(self, index: int, kind: str | None, **how: Any) -> None:
-        """Switch a fault of a replica on, or off with None."""
+        """Switches a fault of a simulated replica on; a `kind` of None switches it off."""
         url = self.replica_urls[index] + "/sim/fault"
         async with self.control.post(url, json={"kind": kind, **how}, raise_for_status=True):
             pass
 
     async def admin(self, index: int, verb: str) -> None:
-        """`drain` or `undrain` a backend of a fleet with the settings `WITH_ADMIN`."""
+        """Drains or undrains a backend (`verb`). The fleet must have the settings WITH_ADMIN."""
         url = f"{self.url}/admin/backends/{self.name(index)}/{verb}"
         headers = {"authorization": f"Bearer {_ADMIN_KEY}"}
         async with self.control.post(url, headers=headers, raise_for_status=True):
@@ -217,13 +225,13 @@ async def fleet(
     settings: Mapping[str, Any] | None = None,
     tree: Path | None = None,
 ) -> AsyncIterator[Fleet]:
-    """Start a simulated replica for each of `replica_flags` and a proxy that logs JSON, and wait until it is ready.
+    """Runs simulated replicas and a proxy that logs JSON during the block, which begins when all backends are up.
 
     Args:
         replica_flags: The flags of each replica.
         proxy_flags: Further flags of `llmproxy serve`.
         settings: Sections of the configuration. `backends` in it replaces the list of all replicas.
-        tree: The checkout of the proxy, this one if None.
+        tree: The checkout with the code of the proxy; None for this checkout.
     """
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="llmproxy-bench-")))
@@ -243,7 +251,7 @@ async def fleet(
 
 
 async def until(condition: Callable[[], Awaitable[bool] | bool], within_s: float = UP_S, every_s: float = 0.05) -> None:
-    """Poll a condition that another process brings about. Raises TimeoutError after `within_s`."""
+    """Waits until `condition`, which is called again and again, is true. Raises TimeoutError after `within_s`."""
     async with asyncio.timeout(within_s):
         while True:
             met = condition()
@@ -253,7 +261,10 @@ async def until(condition: Callable[[], Awaitable[bool] | bool], within_s: float
 
 
 async def ready(url: str, proxy: Process) -> None:
-    """Wait until all backends of the proxy at `url` are up. Raises RuntimeError when its process ends instead."""
+    """Waits until all backends of the proxy at `url` are up.
+
+    Raises RuntimeError if the process of the proxy ends instead.
+    """
     async with aiohttp.ClientSession() as session, asyncio.timeout(READY_S):
         while True:
             try:
@@ -269,17 +280,17 @@ async def ready(url: str, proxy: Process) -> None:
 
 
 def is_whole(body: bytes, *, stream: bool) -> bool:
-    """Whether the answer of a simulated replica is complete and has no error in it."""
+    """Returns whether the answer of a simulated replica is complete and contains no error."""
     return body.endswith(b"data: [DONE]\n\n" if stream else b"}") and b'"error"' not in body
 
 
 def value_of(metrics: str, series: str) -> float | None:
-    """The value of a series, named with its labels, on a page of metrics; None if it is not there."""
+    """Returns the value of a series, named with its labels, on a metrics page; None if the page does not have it."""
     found = re.search(rf"^{re.escape(series)} (\S+)$", metrics, re.MULTILINE)
     return None if found is None else float(found[1])
 
 
 def total_of(metrics: str, name: str) -> float:
-    """The sum of all series of a name that has labels."""
+    """Returns the sum of all series of a metric that has labels."""
     lines = (line for line in metrics.splitlines() if line.startswith(name + "{"))
     return sum(float(line.rpartition(" ")[2]) for line in lines)

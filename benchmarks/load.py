@@ -1,4 +1,7 @@
-"""Clients of a fleet, in closed loops or at random moments, and the figures of their requests."""
+"""Clients of a fleet, in closed loops or at random moments, and the figures of their requests.
+
+In a closed loop, a client sends its next request when the previous one has ended.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,7 @@ import aiohttp
 
 from benchmarks.fleet import is_whole
 
-PAUSE_S = 0.2
-"""Pause of a client after a failure, so that a refusal does not become a flood."""
+PAUSE_S = 0.2  # The pause of a client after a failure, so that a refusal does not become a flood of requests.
 TIMEOUT_S = 120.0
 TAIL_BYTES = 400
 ERROR = b'data: {"error"'
@@ -28,16 +30,16 @@ class Seen:
     sent_s: float
     url: str = ""
     byte_s: float | None = None
-    """First byte of the body of a 200."""
+    """When the first byte of the body of a 200 came; None without one."""
     first_s: float | None = None
-    """First token of the body of a 200."""
+    """When the first token of a 200 came; None without one."""
     ended_s: float | None = None
     status: int = 0
-    """0 if no answer came."""
+    """The HTTP status; 0 if no answer came."""
     backend: str = ""
     whole: bool = False
     errors: int = 0
-    """Error events of a stream."""
+    """The number of error events in a stream."""
     detail: str = ""
 
     @property
@@ -47,7 +49,7 @@ class Seen:
 
     @property
     def outcome(self) -> str:
-        """`ok`, `refused` for a connection, the status of an error, or how the answer failed."""
+        """`ok`, `refused` (no connection), the status of an error, `cut` (a part of the answer came), or `lost`."""
         if self.whole:
             return "ok"
         if self.status not in (0, 200):
@@ -60,18 +62,18 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The requests of one kind of client."""
+    """The kind of requests that a client sends."""
 
     stream: bool = True
     tokens: Sequence[int] = range(32, 97)
-    """Lengths of answers, drawn at random."""
+    """The lengths of answers. Each request draws a length at random."""
     words: int = 60
-    """Words of the prompt beside `prompt`."""
+    """The number of words in the prompt in addition to `prompt`."""
     prompt: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
     model: str = "sim"
     pause_s: float = 0.0
-    """Longest pause of a client between two requests."""
+    """The longest pause of a client between two requests. Pauses are random."""
 
     def body(self, rng: random.Random) -> dict[str, Any]:
         # A number in front, so that no two prompts share a prefix that is worth caching.
@@ -87,10 +89,10 @@ class Work:
 
 
 class Clients:
-    """Clients of one kind. Leaving the block ends them; `seen` has each request that ended.
+    """Clients of one kind. At the end of the block they are cancelled.
 
-    `running` counts the open requests of each URL. `pause_after` gives the seconds between a failure and the next
-    request.
+    `seen` has each request that ended. `running` counts the open requests of each URL. `pause_after` returns the
+    seconds between a failure and the next request.
     """
 
     def __init__(
@@ -111,20 +113,20 @@ class Clients:
         self._open: dict[int, Seen] = {}
 
     def closed(self, count: int, url: Callable[[], str]) -> None:
-        """Add `count` clients that send their next request when the last one has ended, each to the next `url`."""
+        """Adds `count` clients that send their next request when the previous one has ended. `url` returns its URL."""
         self._tasks += [asyncio.create_task(self._one_after_another(url)) for _ in range(count)]
 
     def poisson(self, rate: float, url: Callable[[], str]) -> None:
-        """Add arrivals of `rate` requests per second, independent of answers."""
+        """Adds a Poisson process of `rate` requests per second, which do not wait for answers."""
         self._tasks.append(asyncio.create_task(self._arrivals(rate, url)))
 
     def ages_s(self) -> list[float]:
-        """Seconds since the sending of each open request without a token, the longest first."""
+        """Returns for each open request without a token the seconds since it was sent, the longest first."""
         now = asyncio.get_running_loop().time()
         return sorted((now - one.sent_s for one in self._open.values() if not one.begun), reverse=True)
 
     async def ended(self) -> None:
-        """Send no more requests, and wait until all open ones have ended."""
+        """Sends no more requests, and waits until all open requests have ended."""
         self._over = True
         while self._open:  # noqa: ASYNC110 - the requests have no common event
             await asyncio.sleep(0.02)
@@ -154,7 +156,7 @@ class Clients:
             self._tasks.append(asyncio.create_task(self.ask(url())))
 
     async def ask(self, url: str) -> Seen:
-        """Send one request and read its answer to the end."""
+        """Sends one request, and reads its answer to the end. Raises nothing for a failure, which is in the result."""
         loop = asyncio.get_running_loop()
         seen = Seen(loop.time(), url)
         self._open[id(seen)] = seen
@@ -196,7 +198,7 @@ class Clients:
     # --- figures ------------------------------------------------------------------------------------------------------
 
     async def rate(self, seconds: float) -> float:
-        """Whole answers per second over the next `seconds`."""
+        """Returns the complete answers per second over the next `seconds`."""
         loop = asyncio.get_running_loop()
         before, began_s = len(self.seen), loop.time()
         await asyncio.sleep(seconds)
@@ -204,22 +206,22 @@ class Clients:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value with at least `share` (0..1) of `values` below it; nan without any."""
+    """Returns the smallest value with at least `share` (0..1) of `values` below it; NaN without values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
 
 
 def failures(seen: Sequence[Seen]) -> list[Seen]:
-    """Requests that failed before a token of their answer came."""
+    """Returns the requests that failed before a token of their answer came."""
     return [one for one in seen if not one.whole and not one.begun]
 
 
 def first_s(seen: Sequence[Seen], share: float) -> float:
-    """The percentile `share` (0..1) of the seconds to the first token."""
+    """Returns the percentile `share` (0..1) of the seconds to the first token."""
     return percentile([one.first_s - one.sent_s for one in seen if one.first_s is not None], share)
 
 
 def details(seen: Sequence[Seen]) -> str:
-    """The two most frequent failures, in a few words."""
+    """Returns the two most frequent failures as text."""
     found = Counter(f"{one.status} {one.detail[:90]}" for one in seen if not one.whole)
     return "; ".join(f"{count} x {text}" for text, count in found.most_common(2))

@@ -2,10 +2,10 @@
 
     python -m benchmarks.overload
 
-Simulated replicas, the proxy and the clients are processes of their own. All figures come from the proxy's request
-lines. The first table has critical traffic alone, and then twice the capacity as 20/60/20 critical, default and
-sheddable. The second has two flows of a band. The first sends ten times as
-much.
+Simulated replicas, the proxy and the clients run in separate processes. All figures come from the log lines of
+requests. The first table has critical traffic alone, and then traffic of twice the capacity: 20 % critical, 60 %
+default and 20 % sheddable. The second table has two flows of one band. The first flow sends ten times as much as the
+second flow.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ BATCH, REPLICAS, SPEED = 32, 2, 0.25
 FLAGS = ("--model", "sim", "--profile", "llama-8b-h100", "--speed", str(SPEED), "--max-num-seqs", str(BATCH))
 WORDS = 240
 TOKENS = range(16, 113)
-"""Lengths vary, because a batch of equal answers would end at once, and the next request would wait for all of it."""
+"""The lengths of answers. They vary, because all answers of a batch would otherwise end at the same time."""
 LEVELS = {"critical": 100, "default": 0, "sheddable": -100}
 
 Source = tuple[float, str, str]
-"""Requests per second, objective, and flow, which may be empty."""
+"""The requests per second, the objective and the flow ("" for none) of one kind of traffic."""
 
 
 async def offer(running: Fleet, sources: Sequence[Source], seconds: float, seed: int) -> None:
-    """Send the arrivals of all sources for `seconds`, then wait for the answers. A seed gives equal arrivals."""
+    """Sends the requests of all sources for `seconds`, and waits for the answers. Equal seeds give equal arrivals."""
     async with AsyncExitStack() as stack:
         every = []
         for rate, objective, flow in sources:
@@ -47,7 +47,7 @@ async def offer(running: Fleet, sources: Sequence[Source], seconds: float, seed:
 
 
 async def capacity() -> float:
-    """Requests per second that the full fleet serves."""
+    """Returns the requests per second that the full fleet serves."""
     async with fleet([FLAGS] * REPLICAS) as running:
         await offer(running, [(60.0 * SPEED * REPLICAS, "default", "")], 25.0, seed=1)
         done = [one for one in running.exits() if one["outcome"] == "completed"]
@@ -58,10 +58,10 @@ async def capacity() -> float:
 
 
 def inversions(exits: Sequence[Mapping[str, Any]], levels: Mapping[str, int] = LEVELS) -> int:
-    """Grants to a lower band while a request of a higher band had been waiting for 20 ms or more.
+    """Returns the number of grants to a lower band while a request of a higher band had waited for at least 20 ms.
 
-    All replicas serve the one model, so the higher request could have had the place. The first 20 ms are left out,
-    because the arrival is stamped before the body is read.
+    All replicas serve the same model, so the higher request could have had the slot. The first 20 ms are left out,
+    because the arrival is noted before the body is read.
     """
     events = []
     for entry in exits:

@@ -1,4 +1,4 @@
-"""The processes of a measurement: start, pinning to cores, CPU time and memory, end.
+"""The processes of a measurement: how they are started, pinned to cores, measured (CPU time, memory) and ended.
 
 Linux only: CPU time and memory come from the kernel, and not from the measured process.
 """
@@ -29,7 +29,7 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 class BenchError(Exception):
-    """A measurement that cannot go on. The text has the reason and the remedy."""
+    """A measurement cannot continue. The text has the reason and a remedy."""
 
 
 # --- CPU time and memory ----------------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ def family(pid: int) -> list[int]:
 
 
 def cpu_s(pids: Iterable[int]) -> float:
-    """Returns CPU seconds of these processes: user and system, all threads, ended threads too."""
+    """Returns the CPU seconds of these processes: user and system time of all threads, ended threads included."""
     total = 0.0
     for pid in pids:
         # The kernel's number for the scheduler's CPU clock of a process: what clock_getcpuclockid(3) gives.
@@ -63,7 +63,7 @@ def cpu_s(pids: Iterable[int]) -> float:
 
 
 def rss_bytes(pids: Iterable[int]) -> int:
-    """Returns the resident memory of these processes. Shared pages count for each."""
+    """Returns the sum of the resident memory of these processes. A shared page counts for each process."""
     pages = 0
     for pid in pids:
         with _alive(pid):
@@ -84,7 +84,7 @@ def rss_peak_bytes(pids: Iterable[int]) -> int:
 
 
 def core_times_s(stat: str) -> dict[int, tuple[float, float]]:
-    """Reads /proc/stat: core to (busy without stolen, stolen), in seconds since boot."""
+    """Returns core -> (busy seconds without stolen time, stolen seconds) since boot, from the text of /proc/stat."""
     times = {}
     for line in stat.splitlines():
         name, *fields = line.split()
@@ -99,7 +99,7 @@ def core_times_s(stat: str) -> dict[int, tuple[float, float]]:
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """The proxy's own core, and the cores of the load generator and the mock replicas.
+    """The core of the proxy, and the cores of the load generator and the mock replicas.
 
     With a single core, `proxy` is None and nothing is pinned.
     """
@@ -136,7 +136,11 @@ def raise_open_files_limit() -> None:
 
 
 class Child:
-    """A child process. Only its own process id is ever signalled."""
+    """A child process. Signals go only to this process, by its id.
+
+    `cores` are the cores on which it runs. With `piped`, its standard output is read by `line`; otherwise it goes to
+    the file `log`, like standard error.
+    """
 
     def __init__(
         self,
@@ -170,7 +174,10 @@ class Child:
         self.pid = self._process.pid
 
     def line(self) -> str:
-        """Returns a line of the standard output of a child that was started with `piped`."""
+        """Returns a line of the standard output of a child that was started with `piped`.
+
+        Raises BenchError if the child has ended.
+        """
         assert self._process.stdout is not None
         text = self._process.stdout.readline().decode().strip()
         if not text:
@@ -185,7 +192,7 @@ class Child:
         return BenchError(f"{shlex.join(self.argv)} {what}; the end of its log:\n{tail}")
 
     def stop(self) -> None:
-        """Sends SIGTERM, and SIGKILL after `STOP_TIMEOUT_S`."""
+        """Sends SIGTERM, and SIGKILL if the child has not ended after STOP_TIMEOUT_S."""
         if not self.ended():
             self._process.send_signal(signal.SIGTERM)
             try:
@@ -199,7 +206,10 @@ class Child:
 
 
 def llmproxy_argv(port: int, backends: Sequence[str], config: Path) -> list[str]:
-    """Returns the command of llmproxy with its defaults, except for limits so high that no request waits."""
+    """Returns a command for llmproxy with its defaults, except for a `max_in_flight` so high that no request waits.
+
+    Writes the configuration to `config`.
+    """
     settings = {"backends": [{"url": url, "max_in_flight": IN_FLIGHT_MAX} for url in backends]}
     config.write_text(json.dumps(settings))
     serve = [sys.executable, "-m", "llmproxy", "serve", "--config", str(config)]
@@ -207,7 +217,10 @@ def llmproxy_argv(port: int, backends: Sequence[str], config: Path) -> list[str]
 
 
 def template_argv(template: str, port: int, backends: Sequence[str]) -> list[str]:
-    """Fills in `{port}`, `{backends}` (URLs with commas), `{backend0}`, `{backend1}`, ... of a command."""
+    """Returns the words of a command, with `{port}`, `{backends}` (URLs with commas), `{backend0}`, ... filled in.
+
+    Raises BenchError for an unknown name.
+    """
     names = {"port": str(port), "backends": ",".join(backends)}
     names |= {f"backend{number}": url for number, url in enumerate(backends)}
     try:
@@ -230,7 +243,10 @@ def _post(url: str, path: str, body: bytes) -> int:
 
 
 def wait_ready(url: str, path: str, body: bytes, child: Child | None) -> None:
-    """Waits until a request is answered with 200, because a listening proxy may not be ready yet."""
+    """Waits until a POST is answered with 200, because a proxy that listens may not be ready yet.
+
+    Raises BenchError after READY_TIMEOUT_S, or if `child` ends.
+    """
     deadline_s = time.monotonic() + READY_TIMEOUT_S
     seen: object = "nothing"
     while time.monotonic() < deadline_s:

@@ -2,17 +2,17 @@
 
     python -m benchmarks.restart [--how reload]
 
-Simulated replicas, the proxy, and four kinds of clients without retries. The goal is 0 failures.
+The fleet has simulated replicas, the proxy, and four kinds of clients without retries. The goal is 0 failures.
 
-    --how successor  Every five seconds the proxy gets SIGUSR2, starts its successor and hands over its clients.
-    --how stop       Every five seconds the proxy is ended and another one started, for comparison.
-    --how reload     Every second the configuration file is written: a backend goes or comes back, weights, limits and
-                     retries change. A fifth of the files is invalid, and some are written in two halves.
+    --how successor  Every five seconds the proxy gets SIGUSR2, starts its successor and hands its sockets over.
+    --how stop       Every five seconds the proxy is ended and another process is started, for comparison.
+    --how reload     Every second the configuration file is written: backends, weights, limits and retries change. A
+                     fifth of the files is invalid, and some files are written in two halves.
 
-    streams  one stream after the other, each client on a connection of its own
-    small    the same with short answers in one piece
-    pausing  the same with random pauses: a request may be sent in the moment in which an idle connection is closed
-    new      a connection for each request, at random moments
+    streams  each client sends one stream after the other on one connection
+    small    each client sends one short request without a stream after the other on one connection
+    pausing  as small, with random pauses: a request may be sent at the moment when an idle connection is closed
+    new      requests at random moments, each on a new connection
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ INVALID = (
 
 
 class Changes:
-    """Replaces the processes and the configuration of a proxy."""
+    """Replaces the process and the configuration of the proxy."""
 
     def __init__(self, running: Fleet, seed: int) -> None:
         self._running = running
@@ -63,18 +63,18 @@ class Changes:
         self._pids = [running.proxy.child.pid]
 
     async def successor(self) -> None:
-        """Send SIGUSR2 to the proxy, and wait until its successor serves."""
+        """Sends SIGUSR2 to the proxy, and waits until its successor serves."""
         os.kill(self._pids[-1], signal.SIGUSR2)
         await until(lambda: len(self._running.events("replaced")) >= len(self._pids))
         self._pids.append(self._running.events("replaced")[len(self._pids) - 1]["by_pid"])
 
     async def stop(self) -> None:
-        """Send SIGTERM, and start another process on the same port once the first has ended."""
+        """Sends SIGTERM to the proxy, and starts another process on the same port when the first has ended."""
         await self._running.proxy.stop()
         await self._running.start_proxy(PROXY_FLAGS)
 
     async def reload(self, *, valid: bool = False) -> None:
-        """Write a random file, which may be invalid unless `valid`."""
+        """Writes a random configuration file, which may be invalid unless `valid`."""
         rng, running = self._rng, self._running
         if not valid and rng.random() < 0.2:
             running.write_text(rng.choice(INVALID))
@@ -94,7 +94,7 @@ class Changes:
             file.write_text(text)
 
     async def as_wanted(self) -> bool:
-        """Whether the proxy has the backends of the last valid file."""
+        """Returns whether the proxy has the backends of the last valid file."""
         try:
             page = await self._running.json("/admin/backends")
         except aiohttp.ClientError:
@@ -103,7 +103,7 @@ class Changes:
         return sorted(one["url"] for one in page["backends"]) == self._wanted
 
     async def end(self) -> None:
-        """End the successors, which are no children of this process."""
+        """Ends the successors, which are not children of this process."""
         for pid in self._pids[1:]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
@@ -111,7 +111,7 @@ class Changes:
 
 
 async def clients_of(stack: AsyncExitStack, url: str, seed: int) -> dict[str, list[Clients]]:
-    """Start all clients, each of the closed loops with a connection of its own."""
+    """Starts all clients. Each client that sends one request after the other has its own connection."""
     found: dict[str, list[Clients]] = {name: [] for name in (*KINDS, "new")}
 
     async def started(name: str, work: Work, connector: aiohttp.TCPConnector) -> Clients:
@@ -129,7 +129,7 @@ async def clients_of(stack: AsyncExitStack, url: str, seed: int) -> dict[str, li
 
 
 async def main() -> int:
-    """Print a row for each kind of clients. 1 when a request failed, or a reload did not take effect."""
+    """Prints a row for each kind of clients. Returns 1 if a request failed, or a reload did not take effect."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0, help="length of the load")
     parser.add_argument("--how", choices=tuple(EVERY_S), default="successor")

@@ -1,4 +1,4 @@
-"""Tables in Markdown, printed row by row."""
+"""Tables in Markdown that are printed row by row."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ def line(cells: Sequence[object]) -> str:
 
 
 class Table:
-    """Prints its head at once, and each row as soon as it is known. The columns of numbers are aligned to the right."""
+    """Prints its header at once, and each row as soon as `row` is called.
+
+    The columns of numbers are aligned to the right.
+    """
 
     def __init__(self, *columns: str, texts: int = 1) -> None:
-        """`texts` is the number of columns with text, on the left."""
+        """Prints the header. `texts` is the number of columns with text, on the left."""
         numbers = len(columns) - texts
         print(line(columns) + "\n" + line(["---"] * texts + ["--:"] * numbers), flush=True)
 

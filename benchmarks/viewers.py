@@ -2,10 +2,10 @@
 
     python -m benchmarks.viewers
 
-A viewer asks for `/debug/live` once a second, compressed, as the page does, and for the history when it opens. Windows
-without and with viewers alternate over one proxy. *Of a core* is the CPU time of the proxy by wall time. *More* is the
-difference between neighbouring windows. *Not sent* are requests of the load without a free client, on a machine that is
-too slow for the rate.
+A viewer requests the history when it opens, and then `/debug/live` once a second, compressed, as the page does. Periods
+without and with viewers alternate at one proxy. *Of a core* is the CPU time of the proxy divided by wall time. *More*
+is the difference between neighbouring periods. *Not sent* are requests for which no client was free, because the
+machine is too slow for the rate.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HISTORY = "/debug/history?span=300&columns=fleet/,band/"
 
 
 async def view(url: str, count: int) -> None:
-    """Open pages, until cancelled."""
+    """Opens `count` pages, and keeps them open until the task is cancelled."""
 
     async def page(session: aiohttp.ClientSession) -> None:
         await asyncio.sleep(random.random())

@@ -1,4 +1,4 @@
-"""Reads key presses, and strips control characters from untrusted text before it is printed."""
+"""Reads key presses, and removes control characters from untrusted text before it is printed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from contextlib import contextmanager
 
 from rich.console import Console
 
-PLAIN_WIDTH = 80
-NAME_MAX = 256  # Most characters of a name that are shown.
+PLAIN_WIDTH = 80  # The width of texts, if standard output is no terminal.
+NAME_MAX = 256  # The maximum number of characters of a name that are shown.
 SEQUENCE = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|O[@-~])")
-"""Sequences of arrows and function keys. They are ignored; else their first character would count as Escape."""
+"""The sequences that arrows and function keys send.
+
+They are ignored; otherwise their first character would count as Escape.
+"""
 
 
 def can_draw() -> bool:
@@ -26,7 +29,10 @@ def can_draw() -> bool:
 
 
 def console() -> Console:
-    """Returns a console for standard output: plain text of `PLAIN_WIDTH` columns if that is not a terminal."""
+    """Returns a console for standard output.
+
+    If standard output is no terminal, the console prints plain text of PLAIN_WIDTH columns.
+    """
     if can_draw():
         return Console(highlight=False)
     return Console(highlight=False, force_terminal=False, color_system=None, width=PLAIN_WIDTH)
@@ -34,7 +40,7 @@ def console() -> Console:
 
 @contextmanager
 def pressed(on_key: Callable[[str], None]) -> Iterator[None]:
-    """Calls `on_key` with each key pressed during the block, if standard input is a terminal.
+    """Calls `on_key` with each key pressed during the block. Does nothing if standard input is no terminal.
 
     Ctrl-C still sends SIGINT.
     """
@@ -65,8 +71,9 @@ def pressed(on_key: Callable[[str], None]) -> Iterator[None]:
 
 
 def printable(text: str, limit: int = NAME_MAX) -> str:
-    """Returns `text` as one line of at most `limit` characters, without characters that control a terminal or reverse
-    text.
+    """Returns `text` as one line of at most `limit` characters, with an ellipsis if it is longer.
+
+    Characters that control a terminal or reverse the direction of text are replaced.
     """
     cut = text if len(text) <= limit else text[: limit - 1] + "…"
     return "".join(_shown(character) for character in cut)

@@ -1,4 +1,4 @@
-"""The command `usage`, which prints the use of a tenant and the rest of its limits."""
+"""The command `usage`, which prints the use of a tenant, its limits, and how much of them is left."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COLUMNS = ("requests", "prompt_tokens", "cached_tokens", "output_tokens", "estim
 
 
 async def usage(target: ProxyAddress, *, as_json: bool) -> None:
-    """Prints the use of the tenant that the target's key belongs to. Raises AskError."""
+    """Prints the use of the tenant to which the key of `target` belongs. Raises AskError."""
     async with asking(target) as asker:
         found = await asker.get(USAGE)
     if as_json:

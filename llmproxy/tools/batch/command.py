@@ -1,4 +1,4 @@
-"""The command `batch`: checks its files, sends, shows its progress, and reports the rest."""
+"""The command `batch`: checks its files, sends the requests, shows its progress, and prints a summary."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from llmproxy.tools.terminal import can_draw, console, printable
 from llmproxy.tools.top.ask import ProxyAddress
 
 COMPLETE, WITH_FAILURES, INCOMPLETE = 0, 1, 3
-"""Exit codes; 2 is for wrong input."""
+"""The exit codes: all requests succeeded, some failed, some have no result yet. 2 is for wrong input."""
 JSON = {"content-type": "application/json"}
-REQUEST_S = 3600.0
+REQUEST_S = 3600.0  # The longest time for one request, in seconds.
 CONNECT_S = 30.0
-LINE_EACH_S = 10.0
+LINE_EACH_S = 10.0  # The seconds between two lines of progress, if standard output is no terminal.
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +38,18 @@ class BatchOptions:
     file: Path
     proxy: ProxyAddress
     out: Path
+    # How many requests may be open at once; None adapts the number to the proxy.
     in_flight: int | None
+    # The band of the requests.
     criticality: str
+    # How often a request is sent before it counts as failed.
     attempts: int
 
 
 async def run(options: BatchOptions) -> int:
-    """Sends the requests of a batch that have no result yet. Returns the exit code. Raises BatchError for files that
-    cannot be used, and for a server that takes no requests.
+    """Sends the requests of a batch that have no result yet. Returns the exit code.
+
+    Raises BatchError for files that cannot be used, and for a server that does not accept requests.
     """
     began_s = time.monotonic()
     with ExitStack() as stack:
@@ -53,9 +57,9 @@ async def run(options: BatchOptions) -> int:
         stack.callback(requests.close)
         results = ResultFile(options.out)
         stack.callback(results.close)
-        tally = Tally(len(requests.places))
+        tally = Tally(len(requests.positions))
         for result in results.results():
-            if requests.places.pop(result.custom_id, None) is None:
+            if requests.positions.pop(result.custom_id, None) is None:
                 raise BatchError(
                     f"{options.out} has a result of {printable(result.custom_id)} too many: {options.file} has no such"
                     " request, or it had a result before; choose another --out"
@@ -63,7 +67,7 @@ async def run(options: BatchOptions) -> int:
             tally.count(result)
         reason = ""
         try:
-            if requests.places:
+            if requests.positions:
                 reason = await _send(options, requests, results, tally)
         except asyncio.CancelledError:
             reason = "stopped, and the open requests were given up"
@@ -77,7 +81,7 @@ async def run(options: BatchOptions) -> int:
 
 
 async def _send(options: BatchOptions, requests: RequestFile, results: ResultFile, tally: Tally) -> str:
-    """Sends the requests without a result. Returns why some are left. Raises BatchError."""
+    """Sends the requests without a result. Returns why some are left, or "". Raises BatchError."""
     key, objective = options.proxy.key, {OBJECTIVE_HEADERS[0]: options.criticality}
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(
@@ -94,7 +98,7 @@ async def _send(options: BatchOptions, requests: RequestFile, results: ResultFil
         showing = asyncio.create_task(_show(sender))
         stack.callback(showing.cancel)
         try:
-            await sender.run(requests.places.values())
+            await sender.run(requests.positions.values())
         except ExceptionGroup as group:
             raise _first(group) from None
     return sender.reason
@@ -102,7 +106,7 @@ async def _send(options: BatchOptions, requests: RequestFile, results: ResultFil
 
 @contextmanager
 def _interruptible(sender: Sender) -> Iterator[None]:
-    """Stops the sender at the first signal, and cancels this task at the second."""
+    """During the block, the first signal (SIGINT, SIGTERM) stops the sender, and the second cancels this task."""
     loop, sending = asyncio.get_running_loop(), asyncio.current_task()
     assert sending is not None
 
@@ -121,7 +125,7 @@ def _interruptible(sender: Sender) -> Iterator[None]:
 
 
 async def _show(sender: Sender) -> None:
-    """Shows the progress each second on a terminal, and otherwise prints it every `LINE_EACH_S`."""
+    """Shows the progress each second on a terminal, and otherwise prints it every LINE_EACH_S, until cancelled."""
     screen, drawn, tally, window = console(), can_draw(), sender.tally, sender.window
     bar = Progress(
         BarColumn(24), TextColumn("{task.description}"), console=screen, auto_refresh=False, disable=not drawn

@@ -11,13 +11,12 @@ import msgspec
 from llmproxy.tools.terminal import printable
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
-PROBLEMS_MAX = 20
-LINE_BYTES_MAX = 64 << 20
-"""Longest line. A longer one would be a file without line breaks."""
+PROBLEMS_MAX = 20  # The check of a file ends after this many problems.
+LINE_BYTES_MAX = 64 << 20  # The maximum length of a line. A longer line would be a file without line breaks.
 
 
 class BatchError(Exception):
-    """The batch cannot go on; `problems` has the reasons, one a line."""
+    """The batch cannot continue. `problems` are the reasons."""
 
     def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))
@@ -25,7 +24,7 @@ class BatchError(Exception):
 
 
 class BatchRequest(msgspec.Struct, frozen=True):
-    """A line of a batch file. `body` keeps the bytes of the file."""
+    """A line of a batch file. `body` has the bytes of the file unchanged."""
 
     custom_id: str
     method: str
@@ -43,13 +42,16 @@ _BODY = msgspec.json.Decoder(_Body)
 
 
 class RequestFile:
-    """A batch file that was checked whole. It keeps the place of each request, and no bodies."""
+    """A batch file, whose lines are all checked.
+
+    It keeps the position of each request in the file, and not the bodies.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Raises BatchError with up to `PROBLEMS_MAX` problems."""
+        """Checks the file. Raises BatchError with up to PROBLEMS_MAX problems."""
         self.path = path
-        self.places: dict[str, int] = {}
-        """Maps each custom_id to the position of its line, in the order of the file."""
+        self.positions: dict[str, int] = {}
+        """Maps each custom_id to the byte position of its line, in the order of the file."""
         self.models: set[str] = set()
         try:
             self._file = path.open("rb")
@@ -65,7 +67,7 @@ class RequestFile:
 
     def _problems(self) -> list[str]:
         problems, lines = list[str](), dict[str, int]()
-        for number, place, line in _lines(self._file):
+        for number, position, line in _lines(self._file):
             try:
                 request, model = _checked(line)
             except ValueError as error:
@@ -75,7 +77,7 @@ class RequestFile:
                 if before != number:
                     name = printable(request.custom_id)
                     problems.append(f"{self.path}, line {number}: line {before} has the custom_id {name} too")
-                self.places[request.custom_id] = place
+                self.positions[request.custom_id] = position
                 self.models |= {model} if model else set()
             if len(problems) == PROBLEMS_MAX:
                 return [*problems, f"{self.path}: the lines below were not checked"]
@@ -83,9 +85,12 @@ class RequestFile:
             problems.append(f"{self.path} has no requests")
         return problems
 
-    def at(self, place: int) -> BatchRequest:
-        """Returns the request at a position. Raises BatchError if the file was changed after its check."""
-        self._file.seek(place)
+    def at(self, position: int) -> BatchRequest:
+        """Returns the request whose line begins at a byte position.
+
+        Raises BatchError if the file was changed after its check.
+        """
+        self._file.seek(position)
         try:
             return _checked(self._file.readline())[0]
         except ValueError:
@@ -96,18 +101,18 @@ class RequestFile:
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
-    """Yields number, position and bytes of each line that is not blank."""
-    place = 0
+    """Yields the number, the byte position and the bytes of each line that is not blank."""
+    position = 0
     for number, line in enumerate(iter(lambda: file.readline(LINE_BYTES_MAX + 1), b""), 1):
         if line.strip():
-            yield number, place, line
+            yield number, position, line
         if len(line) > LINE_BYTES_MAX:
             return
-        place += len(line)
+        position += len(line)
 
 
 def _checked(line: bytes) -> tuple[BatchRequest, str | None]:
-    """Returns the request of a line, and its model. Raises ValueError."""
+    """Returns the request of a line, and its model. Raises ValueError with the problem of the line."""
     if len(line) > LINE_BYTES_MAX:
         raise ValueError(f"is longer than {LINE_BYTES_MAX >> 20} MB")
     try:

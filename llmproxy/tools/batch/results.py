@@ -1,4 +1,7 @@
-"""The results file in OpenAI's format. A kill at any moment loses no written answer, and none is written twice."""
+"""The results file in OpenAI's format.
+
+If the process is killed at any moment, no written result is lost, and no result is written twice.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from llmproxy.tools.batch.requests import BatchError
 
 
 class Response(msgspec.Struct):
-    """The answer of the server. `body` is JSON without line breaks."""
+    """The answer of the server to one request. `body` is JSON without line breaks."""
 
     status_code: int
     request_id: str
@@ -30,7 +33,7 @@ class Failure(msgspec.Struct):
 
 
 class Result(msgspec.Struct):
-    """A line of a results file."""
+    """A line of a results file: the response to a request, or the reason of its failure."""
 
     custom_id: str
     response: Response | None
@@ -43,15 +46,17 @@ class Result(msgspec.Struct):
 
 
 _RESULT = msgspec.json.Decoder(Result)
-BEGIN = b'{"custom_id":'
-"""The beginning of each line."""
+BEGIN = b'{"custom_id":'  # The bytes with which each line of a results file begins.
 
 
 class ResultFile:
-    """A locked results file, to which whole lines are appended."""
+    """A results file that is locked for this process. Whole lines are appended."""
 
     def __init__(self, path: Path) -> None:
-        """Raises BatchError if the file cannot be written, or another process writes it."""
+        """Opens and locks the file.
+
+        Raises BatchError if the file cannot be written, or another process has locked it.
+        """
         self.path = path
         self._unsynced = False
         try:
@@ -71,7 +76,10 @@ class ResultFile:
             ) from None
 
     def results(self) -> Iterator[Result]:
-        """Yields the results of earlier runs, and cuts a torn last line. Raises BatchError for another broken line."""
+        """Yields the results of earlier runs, and then cuts an incomplete last line off.
+
+        Raises BatchError for any other line that is broken.
+        """
         whole_bytes = 0
         with self.path.open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -89,7 +97,7 @@ class ResultFile:
         os.ftruncate(self._fd, whole_bytes)
 
     def append(self, result: Result) -> None:
-        """Writes a result, or nothing of it. Raises BatchError."""
+        """Writes the whole line of a result, or nothing. Raises BatchError."""
         line = msgspec.json.encode(result) + b"\n"
         before = os.fstat(self._fd).st_size
         try:
@@ -101,7 +109,7 @@ class ResultFile:
         self._unsynced = True
 
     def sync(self) -> None:
-        """Brings the written lines to the disk. Raises BatchError."""
+        """Waits until the written lines are on the disk. Raises BatchError."""
         if self._unsynced:
             self._unsynced = False
             try:

@@ -1,4 +1,4 @@
-"""Sends the requests of a batch, and sends refused and failed ones again."""
+"""Sends the requests of a batch. Refused and failed requests are sent again."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from llmproxy.tools.batch.window import Window, pause_s, retry_after_s
 from llmproxy.tools.terminal import printable
 from llmproxy.tools.top.ask import cause
 
-AGAIN = frozenset({408, 409, 429, 500, 502, 503, 504})
-NO_KEY = frozenset({401, 403})
-UNAVAILABLE = frozenset({429, 503})
-SYNC_S = 1.0
-CHECK = aiohttp.ClientTimeout(total=30.0)
+AGAIN = frozenset({408, 409, 429, 500, 502, 503, 504})  # The HTTP statuses after which a request is sent again.
+NO_KEY = frozenset({401, 403})  # The HTTP statuses of a server that refuses the key.
+UNAVAILABLE = frozenset({429, 503})  # The HTTP statuses whose Retry-After counts.
+SYNC_S = 1.0  # The seconds between two calls of `ResultFile.sync`.
+CHECK = aiohttp.ClientTimeout(total=30.0)  # The time limit for the list of models.
 
 
 class _Model(msgspec.Struct):
@@ -41,7 +41,10 @@ _MODELS = msgspec.json.Decoder(_Models)
 
 @dataclass(frozen=True, slots=True)
 class _Attempt:
-    """An attempt to send a request. `trouble` is empty if its response is the result."""
+    """The outcome of sending a request once.
+
+    `trouble` is "" if `response` is the result, otherwise the reason why the request is sent again.
+    """
 
     response: Response | None
     trouble: str = ""
@@ -49,7 +52,10 @@ class _Attempt:
 
 
 class Sender:
-    """Sends the requests of a batch, as many at once as its window allows."""
+    """Sends the requests of a batch, as many at once as `window` allows.
+
+    `attempts` is how often a request may fail before its failure is the result.
+    """
 
     def __init__(
         self,
@@ -72,16 +78,19 @@ class Sender:
         self.window = window
         self.tally = tally
         self.reason = ""
-        """The reason why the batch was stopped."""
+        """Why the batch was stopped; "" while it runs."""
 
     def stop(self, reason: str) -> None:
-        """Sends nothing more. Open requests may end."""
+        """Sends no more requests. Open requests may end. The first `reason` counts."""
         self.reason = self.reason or reason
         self._stopping.set()
         self._changed.set()
 
     async def check(self) -> None:
-        """Raises BatchError if no server of OpenAI's API answers here to this key, or lacks a model of the batch."""
+        """Raises BatchError if the batch cannot be sent.
+
+        This is so if no OpenAI-compatible server answers, if it refuses the key, or if it lacks a model of the batch.
+        """
         try:
             async with self._session.get(self._url / "v1/models", timeout=CHECK) as answer:
                 status, body = answer.status, await answer.read()
@@ -99,19 +108,22 @@ class Sender:
             names = printable(", ".join(unknown)), printable(", ".join(sorted(known)))
             raise BatchError(f"{self._url} does not have the models of the batch: {names[0]}; it has {names[1]}")
 
-    async def run(self, places: Iterable[int]) -> None:
-        """Sends the requests at these places. Raises BatchError if results cannot be written."""
+    async def run(self, positions: Iterable[int]) -> None:
+        """Sends the requests at these byte positions of the request file.
+
+        Returns when each has a result, or the batch is stopped. Raises BatchError if results cannot be written.
+        """
         async with asyncio.TaskGroup() as outer:
             syncing = outer.create_task(self._sync())
             async with asyncio.TaskGroup() as group:
-                for place in places:
+                for position in positions:
                     while not (self.window.takes_line or self._stopping.is_set()):
                         self._changed.clear()
                         await self._changed.wait()
                     if self._stopping.is_set():
                         break
                     self.window.lines += 1
-                    group.create_task(self._answer(place)).add_done_callback(self._ended)
+                    group.create_task(self._answer(position)).add_done_callback(self._ended)
             syncing.cancel()
 
     async def _sync(self) -> None:
@@ -123,9 +135,9 @@ class Sender:
         self.window.lines -= 1
         self._changed.set()
 
-    async def _answer(self, place: int) -> None:
-        """Sends a request until it has a result, or the batch is stopped."""
-        request = self._requests.at(place)
+    async def _answer(self, position: int) -> None:
+        """Sends a request until it has a result or the batch is stopped."""
+        request = self._requests.at(position)
         done_before, failures = self.tally.done, 0
         while await self._turn():
             try:
@@ -167,7 +179,7 @@ class Sender:
         self.tally.count(result)
 
     async def _turn(self) -> bool:
-        """Waits for room, and as long as the server asks. Returns False if the batch is stopped."""
+        """Waits until the window has room, and as long as Retry-After said. Returns False if the batch is stopped."""
         while not self._stopping.is_set():
             left_s = self._resume_s - time.monotonic()
             if left_s > 0:
@@ -181,7 +193,7 @@ class Sender:
         return False
 
     async def _pause(self, seconds: float) -> None:
-        """Waits, but not longer than until the batch is stopped."""
+        """Waits for `seconds`, or until the batch is stopped."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._stopping.wait()
@@ -216,7 +228,7 @@ def _wait_s(queue_ms: str | None) -> float:
 
 
 def _on_one_line(body: bytes) -> msgspec.Raw:
-    """Returns JSON as it is, without white space; any other text as a JSON string."""
+    """Returns JSON without white space, and any other text as a JSON string."""
     text = body.decode(errors="replace")
     try:
         return msgspec.Raw(msgspec.json.format(text, indent=-1).encode())
@@ -225,7 +237,7 @@ def _on_one_line(body: bytes) -> msgspec.Raw:
 
 
 def _message(body: bytes) -> str:
-    """Returns the message of an error answer."""
+    """Returns the message of an error answer, or the beginning of an answer in another format."""
     try:
         return printable(str(msgspec.json.decode(body)["error"]["message"]))
     except (ValueError, TypeError, LookupError, RecursionError):

@@ -1,4 +1,4 @@
-"""Counts the results of a batch, and writes its progress and its summary."""
+"""Counts the results of a batch, and formats its progress and its summary."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 
 from llmproxy.tools.batch.results import Result
 
-RATE_OVER_S = 60.0
+RATE_OVER_S = 60.0  # The rate of the progress is the mean over this many seconds.
 
 
 class _Usage(msgspec.Struct):
@@ -30,7 +30,7 @@ _ANSWER = msgspec.json.Decoder(_Answer)
 
 @dataclass(slots=True)
 class Tally:
-    """The counts of a batch, with the results of earlier runs."""
+    """The counts of a batch, including the results of earlier runs."""
 
     total: int
     done: int = 0
@@ -38,10 +38,11 @@ class Tally:
     prompt_tokens: int = 0
     answer_tokens: int = 0
     trouble: str = ""
-    """The reason why the newest request is sent again."""
+    """Why a request was last sent again; "" if none was."""
     _samples: deque[tuple[float, int]] = field(default_factory=deque)
 
     def count(self, result: Result) -> None:
+        """Counts a result and the tokens in its `usage`."""
         self.done += 1
         self.failed += result.failed
         if result.response is not None:
@@ -51,7 +52,11 @@ class Tally:
                     self.answer_tokens += usage.completion_tokens + usage.output_tokens
 
     def progress(self, now: float, in_flight: int) -> str:
-        """Returns counts, rate and time left. The rate is over the last `RATE_OVER_S` of the calls."""
+        """Returns the counts, the rate and the time left as text.
+
+        `in_flight` is the number of open requests. Called regularly, because the rate is over the calls of the last
+        RATE_OVER_S.
+        """
         self._samples.append((now, self.done))
         while now - self._samples[0][0] > RATE_OVER_S:
             self._samples.popleft()
@@ -63,6 +68,7 @@ class Tally:
         return ", ".join(parts)
 
     def summary(self, seconds: float) -> str:
+        """Returns the counts as a sentence. `seconds` is how long this run took."""
         missing = self.total - self.done
         return (
             f"{self.done:,} of {self.total:,} requests have a result, {self.failed:,} of them failed"

@@ -1,4 +1,4 @@
-"""The part of another router's configuration that has a meaning here."""
+"""The settings of another router that have an equivalent in llmproxy."""
 
 from __future__ import annotations
 
@@ -12,36 +12,45 @@ from llmproxy.config import ConfigError, Override, load
 from llmproxy.config.value_types import backend_from_text, backend_url
 from llmproxy.tools.terminal import printable
 
-SESSION_PLACEMENTS = frozenset({
-    "session", "consistent_hash", "consistent_hashing", "rendezvous_hash", "sticky_least_loaded",
-    "manual", "ip_hash", "hash",
-})  # fmt: skip
-"""Placements elsewhere that keep a session on one replica."""
+SESSION_PLACEMENTS = frozenset(
+    {
+        "session",
+        "consistent_hash",
+        "consistent_hashing",
+        "rendezvous_hash",
+        "sticky_least_loaded",
+        "manual",
+        "ip_hash",
+        "hash",
+    }
+)
+"""The names, in other routers, of placements that keep a session on one replica."""
 
 
 class NotReadError(Exception):
-    """The text is of no router that is known here. The message names the known ones."""
+    """The text is not the configuration of a known router. The message names the known routers."""
 
 
 class Carried(Struct):
-    """Settings of another router, in the words of llmproxy."""
+    """The settings of another router, as keys of llmproxy."""
 
     # The name of the other router.
     router: str
-    # URLs, with a role where it is not both.
+    # URLs of servers, as `ROLE=URL` for the roles prefill and decode.
     backends: list[str] = field(default_factory=list)
     # Dotted key -> value.
     keys: dict[str, Any] = field(default_factory=dict)
-    # Alias -> names of models.
+    # Alias of a model -> names of the models behind it.
     aliases: dict[str, list[str]] = field(default_factory=dict)
-    # Settings that are not carried over, with reasons.
+    # The settings that have no equivalent, with reasons.
     left: list[str] = field(default_factory=list)
 
     def leave(self, what: str, why: str = "") -> None:
+        """Notes that a setting has no equivalent. `what` names the setting."""
         self.left.append(printable(what) + (f": {printable(why)}" if why else ""))
 
     def add_backend(self, text: str) -> None:
-        """Adds a server once, or leaves an unusable URL out with the reason."""
+        """Adds a server once. An unusable URL is left out with the reason."""
         written = backend_from_text(text)
         url = written["url"] if isinstance(written, dict) else text
         try:
@@ -54,7 +63,10 @@ class Carried(Struct):
             self.backends.append(text)
 
     def set(self, key: str, value: Any, written: str) -> None:
-        """Sets a key, if its value is valid. `written` is the setting in the words of the other router."""
+        """Sets the key `key` if `value` is valid for it, otherwise notes the reason.
+
+        `written` is the setting as the other router has it.
+        """
         try:
             config = load(None, [Override(key, value if isinstance(value, list) else str(value), written)])
         except ConfigError as error:
@@ -63,8 +75,11 @@ class Carried(Struct):
         found = attrgetter(key)(config)
         self.keys[key] = list(found) if isinstance(found, tuple) else found
 
-    def place(self, placement: str, name: str) -> None:
-        """Carries a placement by session over. The default suits all others. `name` is the other router's setting."""
+    def carry_placement(self, placement: str, name: str) -> None:
+        """Sets the placement `session` if the other router's `placement` keeps sessions on one replica.
+
+        The default suits all other placements. `name` is the other router's name of the setting.
+        """
         if placement.lower().replace("-", "_") in SESSION_PLACEMENTS:
             self.set("scheduling.placement", "session", name)
         else:
@@ -72,6 +87,6 @@ class Carried(Struct):
 
 
 def pods_url(selector: str, port: str, namespace: str = "", role: str = "") -> str:
-    """Returns the URL of pods by their labels, which commas or spaces separate."""
+    """Returns the URL of pods by their labels. `selector` has the labels, separated by commas or spaces."""
     labels = ",".join(re.split(r"[\s,]+", selector.strip()))
     return f"{role and role + '='}kubernetes+http://{namespace and namespace + '/'}pods/{labels}:{port}"

@@ -1,4 +1,4 @@
-"""Writes a configuration that has only what differs from the defaults (`llmproxy init`)."""
+"""Writes a configuration with only the keys that differ from the defaults (`llmproxy init`)."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def configuration(
     """Returns the text of a configuration file.
 
     Args:
-        replicas: Servers that were looked at. Unusable ones are written too, with the reason.
-        looked_up: Backends whose servers DNS or Kubernetes lists.
+        replicas: The servers that answered or should have answered. An unusable server is written with the reason.
+        looked_up: The backends whose servers DNS or Kubernetes lists.
         preset: A name in `PRESETS`, or None.
         carried: Settings of another router, or None.
         has_key: Whether the servers want an API key.
@@ -60,7 +60,10 @@ def configuration(
 
 
 def write(text: str, path: Path) -> list[str]:
-    """Writes a configuration if `load` accepts it. Returns its warnings. Raises ConfigError and OSError."""
+    """Writes a configuration to `path` if `load` accepts it. Returns the warnings about it.
+
+    Raises ConfigError if it is wrong, and OSError if the file cannot be written.
+    """
     with TemporaryDirectory() as folder:
         draft = Path(folder) / path.name
         draft.write_text(text)
@@ -106,7 +109,7 @@ def _models(replicas: Sequence[Replica], preset: Preset, carried: Carried | None
 
 
 def _settings(settings: Sequence[Setting]) -> Iterator[str]:
-    """Yields the settings, section by section."""
+    """Yields the lines of the settings, section by section."""
     sections: dict[str, list[Setting]] = {}
     for setting in settings:
         sections.setdefault(setting.key.rpartition(".")[0], []).append(setting)
@@ -120,7 +123,7 @@ def _settings(settings: Sequence[Setting]) -> Iterator[str]:
 
 
 def _text(value: Any) -> str:
-    """Formats a value as YAML in one line, with whole numbers as integers."""
+    """Returns a value as YAML in one line, with whole numbers as integers."""
     if isinstance(value, dict):
         value = {key: int(one) if isinstance(one, float) and one.is_integer() else one for key, one in value.items()}
     return reference.as_text(value)

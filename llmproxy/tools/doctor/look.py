@@ -1,4 +1,4 @@
-"""Asks servers for engine, models and limits, as the proxy would, and finds settings that cost speed."""
+"""Asks servers for their engine, models and limits, as the proxy would, and finds settings that cost speed."""
 
 from __future__ import annotations
 
@@ -24,59 +24,63 @@ from llmproxy.upstream.endpoints import Endpoints
 from llmproxy.upstream.port import ConnectFailed, Upstream, UpstreamBroken, read_response_body
 from llmproxy.upstream.tls import peers_tls
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = 5.0  # The time limit of each request to a server.
 BATCH_SMALL = 16
-"""A batch limit below this leaves most of a GPU idle: the step time of a model hardly depends on a small batch."""
+"""A batch limit below this is reported. It leaves most of a GPU idle: the step time hardly depends on a small batch."""
 CLOCK_S = 5.0
-"""Difference of clocks from which logs of proxy and engine are hard to compare. HTTP dates have whole seconds."""
+"""A larger difference of clocks is reported, because it makes the logs of proxy and engine hard to compare.
+
+HTTP dates have whole seconds.
+"""
 WAIT = "Wait until the engine is up, or restart it."
 VLLM, SGLANG, LLAMA_CPP = "vLLM", "SGLang", "llama.cpp"
-OWNERS = {"vllm": VLLM, "sglang": SGLANG, "llamacpp": LLAMA_CPP}
-"""The field `owned_by` of a model, and the engine."""
+OWNERS = {"vllm": VLLM, "sglang": SGLANG, "llamacpp": LLAMA_CPP}  # The field `owned_by` of a model -> the engine.
 METRICS_ON = {
     VLLM: "Start vLLM without --disable-log-stats.",
     SGLANG: "Start SGLang with --enable-metrics.",
     LLAMA_CPP: "The metrics of llama.cpp are not read: the proxy counts its own requests.",
 }
-SHUTDOWN_SINCE = (0, 18)
-"""The first vLLM with --shutdown-timeout."""
+"""Engine -> advice if its metrics cannot be read."""
+SHUTDOWN_SINCE = (0, 18)  # The first version of vLLM that has --shutdown-timeout.
 RANK = re.compile(rb'^vllm:num_requests_running\{[^}\n]*?engine="(\d+)"', re.MULTILINE)
 PREFIX_CACHING = re.compile(rb'^vllm:cache_config_info\{[^\n]*?enable_prefix_caching="(\w+)"', re.MULTILINE)
-OPENSSL = re.compile(r"\[SSL\b[^]]*\] | \(_ssl\.c:\d+\)")
-"""Parts of OpenSSL's messages that say nothing to people."""
+OPENSSL = re.compile(r"\[SSL\b[^]]*\] | \(_ssl\.c:\d+\)")  # The parts of OpenSSL's messages that say nothing to people.
 ENDS_AT_ONCE = re.compile(rb'"shutdown_timeout":\s*0\s*[,}]')
 
 T = TypeVar("T")
 
 
 class Problem(Struct, frozen=True):
-    """A finding about a replica or a fleet."""
+    """A finding about a replica or about the fleet, with a remedy."""
 
-    # Whether requests would fail. Other findings cost speed, or hide something.
+    # Whether requests would fail. Any other finding costs speed, or hides something from the proxy.
     fatal: bool
     text: str
     remedy: str
 
 
 class Replica(Struct):
-    """The answers of one server."""
+    """The answers of one server, and the problems that they show."""
 
     backend: BackendConfig
     engine: str = ""
     version: str = ""
     models: list[ModelCard] = []
-    # Requests that it runs at once; None if it does not say.
+    # How many requests the server runs at once; None if it does not publish the number.
     batch_limit: int | None = None
+    # How many tokens its KV cache holds; None if unknown.
     kv_tokens: int | None = None
-    # Data-parallel engines behind the URL.
+    # The number of data-parallel engines behind the URL.
     ranks: int = 1
     problems: list[Problem] = field(default_factory=list)
 
     @property
     def usable(self) -> bool:
+        """Whether no problem is fatal."""
         return not any(problem.fatal for problem in self.problems)
 
     def note(self, text: str, remedy: str, *, fatal: bool = False) -> None:
+        """Adds a problem."""
         self.problems.append(Problem(fatal, text, remedy))
 
 
@@ -88,10 +92,9 @@ class _Answer(Struct):
 
 
 async def look_at(backends: Collection[BackendConfig], api_key: str | None = None) -> list[Replica]:
-    """Asks all servers at once. Every failure is a problem of the result. Raises ConfigError for an unusable CA file.
+    """Asks all servers at once. A failure becomes a problem in the result.
 
-    Args:
-        api_key: The key for backends without an own one.
+    `api_key` is the key for backends without a configured key. Raises ConfigError for a CA file that cannot be used.
     """
     endpoints = Endpoints()
     # The resolver must not follow the names: it would log failures, which are in the result.
@@ -125,7 +128,7 @@ async def _look(backend: BackendConfig, upstream: Upstream, api_key: str | None)
 
 
 async def _get(upstream: Upstream, url: str, path: str, headers: Mapping[str, str]) -> _Answer | Problem:
-    """Returns the answer to a GET, or why there is none."""
+    """Returns the answer to a GET, or the problem if there is no answer."""
     try:
         async with asyncio.timeout(TIMEOUT_S):
             exchange = await upstream.open(url, "GET", path, headers, (), 2 * TIMEOUT_S)
@@ -231,7 +234,7 @@ def _object(body: bytes) -> dict[str, Any]:
 
 
 def _whole(slices: Generator[None, None, T]) -> T:
-    """Runs a sliced computation to its end."""
+    """Runs a sliced computation to its end and returns its result."""
     while True:
         try:
             next(slices)

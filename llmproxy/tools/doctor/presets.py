@@ -1,4 +1,4 @@
-"""Keys that matter for a kind of work, each with the laboratory's figure. Every other default fits it.
+"""The keys that matter for a kind of work, each with a figure from the laboratory. Every other key keeps its default.
 
 `docs/how-to/configure.md` has the commands that repeat the figures.
 """
@@ -12,7 +12,7 @@ from msgspec import Struct
 
 
 class Setting(Struct, frozen=True):
-    """A key and the reason for its value."""
+    """A key of the configuration, its value, and the reason for the value."""
 
     key: str
     value: Any
@@ -23,7 +23,7 @@ class Preset(Struct, frozen=True):
     """The settings for a kind of work."""
 
     settings: tuple[Setting, ...] = ()
-    # Keys of each model in the lists of the replicas, and the reason.
+    # The keys that each model of the replicas gets under `models`, and the reason.
     model: Mapping[str, float] = {}
     model_why: str = ""
 

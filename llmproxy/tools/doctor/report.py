@@ -1,4 +1,4 @@
-"""Writes the findings of `llmproxy doctor` for a terminal."""
+"""Formats the findings of `llmproxy doctor` for a terminal."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ NAMES_SHOWN = 8
 def report(replicas: Sequence[Replica], looked_up: Iterable[str] = ()) -> str:
     """Returns the findings about each replica and about the fleet as text.
 
-    Args:
-        looked_up: URLs whose servers DNS or Kubernetes lists.
+    `looked_up` are URLs whose servers DNS or Kubernetes lists.
     """
     lines = [line for replica in replicas for line in _about(replica)]
     lines += [f"{url}  not looked at: the proxy finds these servers while it runs" for url in looked_up]
@@ -25,7 +24,7 @@ def report(replicas: Sequence[Replica], looked_up: Iterable[str] = ()) -> str:
 
 
 def engine_of(replica: Replica) -> str:
-    """Returns the name and version of the engine."""
+    """Returns the name and the version of a replica's engine, for people."""
     return printable(f"{replica.engine or 'an OpenAI-compatible server'} {replica.version}".strip())
 
 
@@ -34,7 +33,7 @@ def base_models(replica: Replica) -> list[ModelCard]:
 
 
 def fleet_problems(replicas: Sequence[Replica]) -> list[Problem]:
-    """Returns differences between replicas that are each fine."""
+    """Returns the problems that only a comparison of the replicas shows, such as different engines."""
     usable = [replica for replica in replicas if replica.usable]
     problems = []
     lengths: dict[str, set[int]] = {}

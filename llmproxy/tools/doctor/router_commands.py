@@ -1,5 +1,6 @@
-"""Reads the command of vllm-router, of production-stack's router, of SGLang's gateway, or of another router with the
-same flags.
+"""Reads the command lines of vllm-router, production-stack and SGLang's gateway.
+
+Other routers with the same flags are read too.
 """
 
 from __future__ import annotations
@@ -12,20 +13,19 @@ from typing import Any
 
 from llmproxy.tools.doctor.carried import Carried, NotReadError, pods_url
 
-Flags = Mapping[str, Sequence[str]]
-"""Flags of other routers, and the keys that they set."""
+Flags = Mapping[str, Sequence[str]]  # The flag of another router -> the keys that it sets in llmproxy.
 SERVERS = re.compile(
     r"(?<!\S)--(worker-urls|static-backends|service-discovery|prefill|decode|selector|k8s-label-selector|pool-name)\b"
 )
-"""The flags that name servers. A text with one of them is a command."""
-SECRET = re.compile(r"api-key|token$|secret|password")
+"""The flags that name servers. A text with one of these flags is a command line."""
+SECRET = re.compile(r"api-key|token$|secret|password")  # The flags whose value is a secret.
 POLLED = "llmproxy reads the load of each server 5 times a second"
 MODULES = {"vllm_router": "production-stack", "sglang_router": "SGLang's gateway"}
 ROUTERS = {"vllm-router": "vllm-router", "smg": "SGLang's gateway", "sglang-router": "SGLang's gateway"}
 
 
 def read_command(text: str, flags: Flags) -> Carried:
-    """Reads a command line. Raises NotReadError."""
+    """Returns the settings in a command line. Raises NotReadError."""
     try:
         words = shlex.split(text.replace("\\\n", " "), comments=True)
     except ValueError as error:
@@ -34,7 +34,7 @@ def read_command(text: str, flags: Flags) -> Carried:
 
 
 def read_words(words: Sequence[str], flags: Flags) -> Carried:
-    """Reads the words of a command."""
+    """Returns the settings in the words of a command line. A flag without an equivalent is noted as left out."""
     given = list(_flags_of(words))
     found = Carried(_router_of(words))
     _add_pods(found, {name: " ".join(values) for name, values in given})
@@ -62,7 +62,7 @@ def read_words(words: Sequence[str], flags: Flags) -> Carried:
             for url in _items(values):
                 found.add_backend(url)
         elif list(keys) == ["scheduling.placement"]:
-            found.place(value, name)
+            found.carry_placement(value, name)
         elif keys and value:
             for key in keys:
                 found.set(key, value, written)
@@ -75,16 +75,26 @@ def read_words(words: Sequence[str], flags: Flags) -> Carried:
     return found
 
 
-FOUND_BY_LABELS = frozenset({
-    "--service-discovery", "--service-discovery-port", "--service-discovery-namespace", "--selector", "--k8s-port",
-    "--prefill-selector", "--decode-selector", "--k8s-namespace", "--k8s-label-selector", "--pool-name",
-    "--pool-namespace",
-})  # fmt: skip
-"""Flags that `_add_pods` reads."""
+FOUND_BY_LABELS = frozenset(
+    {
+        "--service-discovery",
+        "--service-discovery-port",
+        "--service-discovery-namespace",
+        "--selector",
+        "--k8s-port",
+        "--prefill-selector",
+        "--decode-selector",
+        "--k8s-namespace",
+        "--k8s-label-selector",
+        "--pool-name",
+        "--pool-namespace",
+    }
+)
+"""The flags that `_add_pods` reads."""
 
 
 def _add_pods(found: Carried, given: Mapping[str, str]) -> None:
-    """Adds the pods that labels or an InferencePool name, with each router's default port."""
+    """Adds the pods that a selector or an InferencePool names, with the default port of each router."""
     if selector := given.get("--k8s-label-selector"):
         found.add_backend(pods_url(selector, given.get("--k8s-port", "8000"), given.get("--k8s-namespace", "")))
     for role in ("", "prefill", "decode"):
@@ -124,7 +134,7 @@ def _router_of(words: Iterable[str]) -> str:
 
 
 def commands_in(document: Any) -> Iterator[list[str]]:
-    """Yields each command with a flag of `SERVERS` in a manifest of Kubernetes or a Compose file."""
+    """Yields the words of each command with a flag of SERVERS in a Kubernetes manifest or a Compose file."""
     seen, left = set[int](), [document]
     while left:
         value = left.pop()

@@ -1,4 +1,4 @@
-"""Reads a file or the command of another router, for `llmproxy init --from`."""
+"""Reads the configuration file or the command line of another router, for `llmproxy init --from`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ Document = dict[str, Any]
 
 
 def read_from(source: str, flags: Flags) -> Carried:
-    """Reads a file, or a command line, which has flags. Raises NotReadError."""
+    """Returns the settings in `source`: a command line if it has flags, otherwise the path of a file.
+
+    Raises NotReadError.
+    """
     if re.search(r"\s--\w", source):
         return read_command(source, flags)
     name = printable(source)
@@ -72,7 +75,7 @@ def _shaped(reader: Callable[[Document], Carried], document: Document, member: s
 
 
 def _documents(text: str) -> tuple[list[Document], str]:
-    """Returns the mappings of a YAML or JSON text, and why there are none."""
+    """Returns the mappings in a YAML or JSON text, and the reason if there are none."""
     try:
         found = [one for one in yaml.safe_load_all(text) if isinstance(one, dict)]
     except yaml.MarkedYAMLError as error:
@@ -84,7 +87,7 @@ def _documents(text: str) -> tuple[list[Document], str]:
 
 
 def _items_of(document: Document) -> list[Document]:
-    """Returns the objects of a list, as kubectl prints it."""
+    """Returns the objects of a list as kubectl prints it; any other document stays one object."""
     items = document.get("items") if document.get("kind") == "List" else None
     return [item for item in items if isinstance(item, dict)] if isinstance(items, list) else [document]
 
@@ -94,7 +97,10 @@ def _flag(key: str) -> str:
 
 
 def _flags_as_keys(flags: Flags, document: Document) -> Carried:
-    """Reads a file with the flags of a router as keys, such as production-stack's dynamic configuration."""
+    """Returns the settings of a file whose keys are the flags of a router.
+
+    An example is the dynamic configuration of production-stack.
+    """
     words: list[str] = []
     for key, value in document.items():
         values = value if isinstance(value, list) else [] if value in (None, True) else [value]
@@ -120,7 +126,7 @@ def _nginx(text: str, blocks: list[tuple[str, str]]) -> Carried:
                 else:
                     found.add_backend(f"{scheme}://{directive[1]}")
             elif directive[0] in ("least_conn", "ip_hash", "hash", "random", "least_time"):
-                found.place(directive[0], directive[0])
+                found.carry_placement(directive[0], directive[0])
             else:
                 found.leave(directive[0])
     found.leave("everything outside `upstream`")
@@ -130,7 +136,7 @@ def _nginx(text: str, blocks: list[tuple[str, str]]) -> Carried:
 # --- LiteLLM ----------------------------------------------------------------------------------------------------------
 
 OWN_SERVERS = frozenset({"hosted_vllm", "openai", "vllm", "text-completion-openai", "openai_like", "custom_openai"})
-"""LiteLLM's names of providers for servers of one's own."""
+"""LiteLLM's names of the providers that mean a server of the user."""
 LITELLM_KEYS = {"num_retries": "retry.extra_attempts", "timeout": "timeouts.total_s"}
 
 
@@ -149,7 +155,7 @@ def _litellm(_: Flags, document: Document) -> Carried:
                 name = target["model"] if isinstance(target, dict) else target
                 found.aliases[alias] = found.aliases.get(name, [name])
         elif key == "routing_strategy":
-            found.place(str(value), written)
+            found.carry_placement(str(value), written)
         else:
             found.leave(written)
     for name in document.keys() - {"model_list", "router_settings"}:
@@ -180,15 +186,21 @@ def _add_deployment(found: Carried, name: str, parameters: Document) -> None:
 
 ENGINE_LABELS = {"environment": "test", "release": "test"}
 ENGINE_PORT = 8000
-"""The chart's defaults."""
-ROUTER_FLAGS = frozenset({
-    "prefixMinMatchLength", "rootPath", "requestStatsWindow", "lmcacheControllerPort", "k8sServiceDiscoveryType",
-})  # fmt: skip
-"""Values of the chart that become flags of its router and have no meaning here."""
+"""The defaults of production-stack's Helm chart."""
+ROUTER_FLAGS = frozenset(
+    {
+        "prefixMinMatchLength",
+        "rootPath",
+        "requestStatsWindow",
+        "lmcacheControllerPort",
+        "k8sServiceDiscoveryType",
+    }
+)
+"""Values of production-stack's Helm chart that become flags of its router and have no meaning in llmproxy."""
 
 
 def _production_stack(flags: Flags, document: Document) -> Carried:
-    """Reads values of the Helm chart."""
+    """Returns the settings in the values of production-stack's Helm chart."""
     router, engines = document.get("routerSpec") or {}, document.get("servingEngineSpec") or {}
     found = read_words([str(word) for word in router.get("extraArgs") or ()], flags)
     found.router = "production-stack"
@@ -203,7 +215,7 @@ def _production_stack(flags: Flags, document: Document) -> Carried:
     if logic.startswith("disaggregated"):
         found.leave("routingLogic", "give the backends roles: `prefill=URL` and `decode=URL`")
     else:
-        found.place(logic, "routingLogic")
+        found.carry_placement(logic, "routingLogic")
     if logic == "session" and router.get("sessionKey"):
         found.set("scheduling.session", [f"header:{router['sessionKey']}"], "sessionKey")
     for name in sorted(ROUTER_FLAGS & {name for name, value in router.items() if value}):

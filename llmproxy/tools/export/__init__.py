@@ -1,6 +1,7 @@
-"""Files for Prometheus and Grafana that fit this version: dashboards, rules and a scrape configuration.
+"""Makes files for Prometheus, Grafana and autoscalers that fit this version.
 
-The files are generated, so that a test can compare each query with the metrics of the process.
+They are dashboards, rules, a scrape configuration and manifests. The files are generated, so that a test can compare
+each query with the metrics of the process.
 """
 
 from llmproxy.tools.export.files import KINDS, files_of

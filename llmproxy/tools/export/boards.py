@@ -1,4 +1,4 @@
-"""The four dashboards: overview, waiting room and fairness, replicas and placement, cluster."""
+"""The four Grafana dashboards: overview, waiting room and fairness, replicas and placement, cluster."""
 
 from __future__ import annotations
 
@@ -13,35 +13,45 @@ TENANT = f'{HERE},direction=~"input|output"'
 
 
 def rate(metric: str, labels: str, by: str = "") -> str:
+    """Returns a PromQL expression: the rate per second of the counter `llmproxy_METRIC`, summed by the labels `by`."""
     return f"sum by ({by}) (rate(llmproxy_{metric}{{{labels}}}{RATE}))"
 
 
 def quantile(share: float, metric: str, labels: str, by: str) -> str:
+    """Returns a PromQL expression for the quantile `share` of the histogram `llmproxy_METRIC`, by the labels `by`."""
     grouped = f"{by}, le" if by else "le"
     return f"histogram_quantile({share}, {rate(f'{metric}_bucket', labels, grouped)})"
 
 
 def quantiles(metric: str, labels: str, by: str) -> tuple[tuple[str, str], ...]:
+    """Returns the p50 and the p95 of a histogram, as pairs of a PromQL expression and a legend."""
     return tuple((quantile(share, metric, labels, by), f"p{share * 100:.0f} {{{{{by}}}}}") for share in (0.5, 0.95))
 
 
 def gauge(metric: str, labels: str, by: str, how: str = "sum") -> str:
+    """Returns a PromQL expression for the gauge `llmproxy_METRIC`, by the labels `by`.
+
+    `how` aggregates: sum, min or max.
+    """
     return f"{how} by ({by}) (llmproxy_{metric}{{{labels}}})"
 
 
 def share(part: str, whole: str) -> str:
-    """Returns an expression for `part` divided by `whole`: 0, not missing, if `part` has no series."""
+    """Returns a PromQL expression for `part` divided by `whole`. It is 0, and not missing, if `part` has no series."""
     return f"(({part}) or 0 * ({whole})) / ({whole})"
 
 
 def known_prefix(of: str) -> str:
-    """Returns an expression for the prompt tokens that were expected and cached, divided by the tokens of kind `of`."""
+    """Returns a PromQL expression for the share of the prompt tokens of kind `of` that were both expected and cached.
+
+    `of` is `expected` or `cached`.
+    """
     both, one = (rate("prefix_tokens_total", f'{BACKEND},kind="{kind}"', "backend") for kind in ("both", of))
     return f"{both} / {one}"
 
 
 def bias() -> str:
-    """Returns an expression for predicted seconds divided by observed seconds."""
+    """Returns a PromQL expression for predicted seconds divided by observed seconds."""
     predicted, observed = (
         rate("prediction_seconds_total", f'{BACKEND},kind="{kind}"', "backend, time")
         for kind in ("predicted", "observed")
@@ -244,7 +254,7 @@ REPLICAS = Board(
                *((query, f"handover {name}") for query, name in quantiles("handover_seconds", HERE, "instance"))), "s"),
         Panel("Failed polls", "Readings of backends that failed, per second.",
               ((rate("poll_failures_total", BACKEND, "backend, reason"), "{{backend}} {{reason}}"),), "ops"),
-        Panel("Looks at sources of backends", "Looks at DNS and files per second, by their success.",
+        Panel("Looks at sources of backends", "Queries of DNS, files and Kubernetes per second, by their success.",
               ((rate("discovery_lookups_total", HERE, "source, result"), "{{source}} {{result}}"),), "ops"),
         Panel("Expected blocks that were cached", "Share of the prompt tokens expected in a cache that were cached.",
               ((known_prefix("expected"), "{{backend}}"),), "percentunit"),

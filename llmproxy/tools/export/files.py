@@ -44,16 +44,22 @@ def _yaml(content: dict[str, Any]) -> str:
 
 
 KINDS: dict[str, tuple[Callable[[], dict[str, str]], str]] = {
-    "grafana": (_grafana, "In Grafana: Dashboards, New, Import, and choose each file. The rules of `llmproxy export "
-                "alerts` fill the panel of errors."),
+    "grafana": (
+        _grafana,
+        "In Grafana: Dashboards, New, Import, and choose each file. The rules of `llmproxy export "
+        "alerts` fill the panel of errors.",
+    ),
     "alerts": (_alerts, "Name the file under `rule_files` of Prometheus, and check it: promtool check rules FILE"),
-    "prometheus": (_prometheus, "Set the targets, put the rules of `llmproxy export alerts` beside it, and start: "
-                   "prometheus --config.file FILE"),
+    "prometheus": (
+        _prometheus,
+        "Set the targets, put the rules of `llmproxy export alerts` beside it, and start: "
+        "prometheus --config.file FILE",
+    ),
     "scaling": (scaling.files, "Change the names, the address and MODEL in one of them, and: kubectl apply -f FILE"),
-}  # fmt: skip
-"""Maps each kind to the function that makes its files, and to the next step for the user."""
+}
+"""Kind of export -> the function that makes its files, and the next step for the user."""
 
 
 def files_of(kind: str) -> dict[str, str]:
-    """Returns the files of a kind, as texts keyed by file name. The same version always returns the same texts."""
+    """Returns the files of a kind: name -> text. The same version always returns the same texts. Raises KeyError."""
     return KINDS[kind][0]()

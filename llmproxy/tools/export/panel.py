@@ -1,4 +1,4 @@
-"""Panels and dashboards as the JSON that Grafana imports: the classic model, schema version 41."""
+"""Makes panels and dashboards as the JSON that Grafana imports: the classic model, schema version 41."""
 
 from __future__ import annotations
 
@@ -17,23 +17,29 @@ VARIABLES = (
     ("band", f"llmproxy_queued_requests{{{HERE}}}", "Band"),
     ("backend", f"llmproxy_backend_info{{{HERE}}}", "Backend"),
 )
-"""(Name, series, title) of each variable of a dashboard. Its values come from the label NAME of the series."""
+"""The name, the series and the title of each variable of a dashboard.
+
+The values of a variable come from the label NAME of the series.
+"""
 RELOADS = f"changes(llmproxy_config_last_reload_timestamp_seconds{{{HERE}}}[1m]) > 0"
 SIZES = {"stat": (4, 4), "timeseries": (8, 8), "state-timeline": (8, 8), "table": (8, 8)}
-"""Width and height of each kind of panel."""
+"""The width and the height of each kind of panel, in grid units."""
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
+    """A panel of a dashboard."""
+
     title: str
     description: str
-    # (expression, legend of its series)
+    # Pairs of a PromQL expression and the legend of its series.
     queries: tuple[tuple[str, str], ...]
     unit: str = "short"
     kind: str = "timeseries"
     stacked: bool = False
 
     def json(self, number: int, x: int, y: int) -> dict[str, Any]:
+        """Returns the panel as Grafana's JSON, with its id `number` and its position in grid units."""
         width, height = SIZES[self.kind]
         custom: dict[str, Any] = {}
         options: dict[str, Any] = {}
@@ -101,7 +107,7 @@ class Board:
         }  # fmt: skip
 
     def _placed(self) -> list[dict[str, Any]]:
-        """Returns the panels in rows from left to right."""
+        """Returns the panels as JSON, placed in rows from left to right."""
         placed, x, y, row = [], 0, 0, 0
         for number, panel in enumerate(self.panels, 1):
             width, height = SIZES[panel.kind]

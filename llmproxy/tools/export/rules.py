@@ -6,17 +6,24 @@ from dataclasses import dataclass
 from typing import Any
 
 RUNBOOK = "https://github.com/llmproxy-lb/llmproxy/blob/main/docs/reference/alerts.md#"
-ERROR_BUDGET = 0.001  # Share of requests that may fail: an objective of 99.9 %.
-OBJECTIVE_MISSED_MAX = 0.1  # Share of critical requests that may miss their objective.
-FAILURES_MIN = 5  # Fewest failures in the long window for an alert: a single failure is a large share of a quiet hour.
+ERROR_BUDGET = 0.001  # The share of requests that may fail: an objective of 99.9 %.
+OBJECTIVE_MISSED_MAX = 0.1  # The share of critical requests that may miss their objective.
+FAILURES_MIN = 5
+"""The minimum number of failures in the long window for an alert: a single failure is a large share of a quiet hour."""
 
 FAILED = (
     "rejected_capacity|rejected_no_backends|expired|expired_no_backends|connect_failed|upstream_timeout|broken_stream|"
     "internal"
 )
-"""Outcomes that use up the error budget, as does `upstream_status` with 5xx. With 4xx the client is at fault."""
+"""The outcomes that use up the error budget, in addition to `upstream_status` with 5xx.
+
+With 4xx the client is at fault.
+"""
 NOT_OURS = "cancelled|bad_request|too_large|unauthorized|unknown_model|rate_limited|upstream_status"
-"""Outcomes that the error ratio does not count: clients caused them. `_ended` adds `upstream_status` with 5xx again."""
+"""The outcomes that the error ratio does not count, because clients caused them.
+
+`_ended` adds `upstream_status` with 5xx again.
+"""
 WINDOWS = ("5m", "30m", "1h", "6h", "3d")
 
 PROXY = "job, instance"
@@ -24,15 +31,17 @@ PROXY = "job, instance"
 
 @dataclass(frozen=True, slots=True)
 class Alert:
+    """An alert rule."""
+
     name: str
     expression: str
-    # Time for which the expression must hold (`for`). Empty: none.
+    # How long the expression must hold (`for`), such as 5m; "" for an alert at once.
     lasts: str
-    # page (now), ticket (in working hours) or info
+    # The label `severity`: page (react now), ticket (in working hours) or info.
     severity: str
     summary: str
     description: str
-    # Label that distinguishes rules of the same name.
+    # The label `window`, which distinguishes rules of the same name; "" for none.
     window: str = ""
 
     def rule(self) -> dict[str, Any]:
@@ -59,7 +68,7 @@ def _ended(function: str, window: str, outcomes: str, by: str = "job, band", ban
 
 
 def _errors(window: str) -> str:
-    """Returns an expression for the error ratio of each band.
+    """Returns a PromQL expression for the error ratio of each band in the last `window`.
 
     Failures before a band is known have the band `none`, and are divided by all requests.
     """
@@ -88,7 +97,7 @@ RECORDED = (
     ("llmproxy:queue_wait:p95_5m", _p95("queue_wait_seconds")),
     ("llmproxy:ttft:p95_5m", _p95("time_to_first_token_seconds")),
 )
-"""(Name, expression) of each recording rule. The recorded series have the labels `job` and `band`."""
+"""The name and the PromQL expression of each recording rule. The recorded series have the labels `job` and `band`."""
 
 
 def _burn(long: str, short: str, times: float, lasts: str, severity: str) -> Alert:

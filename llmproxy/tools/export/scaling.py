@@ -1,4 +1,4 @@
-"""Manifests for autoscalers that follow the need in `/scale`: KEDA with and without Prometheus, and a plain HPA."""
+"""Manifests for autoscalers that follow the `need` in `/scale`: KEDA with and without Prometheus, and a plain HPA."""
 
 from __future__ import annotations
 
@@ -99,5 +99,5 @@ spec:
 
 
 def files() -> dict[str, str]:
-    """Returns the manifests, keyed by file name."""
+    """Returns the manifests: file name -> text."""
     return {"keda.yaml": KEDA, "keda-prometheus.yaml": KEDA_PROMETHEUS, "hpa.yaml": HPA}

@@ -1,4 +1,4 @@
-"""`llmproxy top`, `explain`, `scale` and `whatif`: a running proxy, drawn in a terminal."""
+"""`llmproxy top`, `explain`, `scale` and `whatif`: show the state of a running proxy in a terminal."""
 
 from llmproxy.tools.top.ask import AskError, ProxyAddress
 from llmproxy.tools.top.commands import explain, scale, top, whatif

@@ -1,4 +1,4 @@
-"""Requests to the pages of a running proxy, with refusals as messages for people."""
+"""Sends requests to the pages of a running proxy. Refusals become messages for people."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llmproxy.tools.terminal import printable
 
 TIMEOUT_S = 5.0
 ANSWER_BYTES_MAX = 16 << 20
-"""Larger than any page of the proxy. A larger answer comes from another program, and is not read to its end."""
+"""More than any page of the proxy has. A longer answer comes from another program, and is not read to its end."""
 LIVE = "/debug/live"
 EXPLAIN = "/debug/explain"
 REQUESTS = "/debug/requests"
@@ -24,23 +24,26 @@ SCALE = "/scale"
 
 
 class AskError(Exception):
-    """The proxy gives no usable answer; the message has the reason."""
+    """The proxy gives no usable answer. The message says why."""
 
 
 class UnreachableError(AskError):
-    """No server answers at this address now."""
+    """No server answers at this address now, or the proxy asks to try again later."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProxyAddress:
-    """The address of a proxy, and the key for it."""
+    """The address of a proxy, and the key for its pages; None without a key."""
 
     url: URL
     key: str | None = None
 
     @classmethod
     def parsed(cls, url: str, key: str | None) -> ProxyAddress:
-        """Parses a URL typed by a user, perhaps without `http://`. Raises AskError."""
+        """Returns the address in a URL that a user typed, perhaps without `http://`.
+
+        The path of the URL is dropped. Raises AskError for a bad URL or key.
+        """
         full = url if "://" in url else f"http://{url}"
         try:
             base = URL(full)
@@ -59,13 +62,14 @@ class ProxyAddress:
 
 
 class Asker:
-    """Client of one proxy, over one HTTP session."""
+    """A client of one proxy, over one HTTP session."""
 
     def __init__(self, target: ProxyAddress, session: aiohttp.ClientSession) -> None:
         self.target = target
         self._session = session
 
     async def get(self, path: str, query: Mapping[str, str] | None = None) -> dict[str, Any]:
+        """Returns the JSON object at `path`. Raises AskError; UnreachableError if a later call may succeed."""
         target = self.target
         headers = {"Authorization": f"Bearer {target.key}"} if target.key else {}
         try:
@@ -120,12 +124,12 @@ class Asker:
 
 @asynccontextmanager
 async def asking(target: ProxyAddress) -> AsyncIterator[Asker]:
-    """Yields a client with one HTTP session."""
+    """Yields a client of one proxy, with one HTTP session for the block."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as session:
         yield Asker(target, session)
 
 
 def cause(error: BaseException) -> str:
-    """Returns the reason of a failed connection."""
+    """Returns the reason of a failed connection, for people."""
     inner = getattr(error, "os_error", None)
     return str((getattr(inner, "strerror", None) if inner else None) or error or type(error).__name__)

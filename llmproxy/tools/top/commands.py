@@ -23,13 +23,17 @@ from llmproxy.tools.top.view import View
 from llmproxy.tools.top.whatif import weights_of
 from llmproxy.tools.top.whatif import whatif as shares
 
-CHOICES = 20
-CHOICES_FILTERED = 100  # The number of choices that the proxy remembers for each pool.
+CHOICES = 20  # The number of placement decisions of each pool that are asked for.
+CHOICES_FILTERED = 100
+"""The number asked for while a filter is set: all decisions that the proxy remembers for each pool."""
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 async def top(target: ProxyAddress, interval_s: float, *, once: bool, as_json: bool) -> None:
-    """Shows the proxy until `q`; with `once`, or without a terminal, prints one screen. Raises AskError."""
+    """Shows the state of the proxy until the user presses `q`. Raises AskError.
+
+    With `once`, with `as_json`, or without a terminal, prints the state once.
+    """
     async with asking(target) as asker:
         if once or as_json or not can_draw():
             found = await asker.get(LIVE)
@@ -63,7 +67,10 @@ async def scale(target: ProxyAddress, *, as_json: bool) -> None:
 
 
 async def whatif(target: ProxyAddress, weights: Sequence[str]) -> None:
-    """Prints the rates that flows would get under other weights, such as `team-a=3`. Raises AskError."""
+    """Prints the rates that flows would get under other weights. Raises AskError.
+
+    `weights` are texts such as `team-a=3`.
+    """
     given = weights_of(weights)
     async with asking(target) as asker:
         found = await asker.get(LIVE)
@@ -86,7 +93,7 @@ class _Screen:
         self._stopped = False
 
     async def run(self) -> None:
-        """Draws until the user quits. Retries an unreachable proxy. Raises AskError for other errors."""
+        """Draws until the user quits. Retries an unreachable proxy. Raises AskError for any other error."""
         await self._ask()
         polls = asyncio.create_task(self._poll())
         try:
@@ -162,7 +169,7 @@ class _Screen:
         self._changed.set()
 
     def _suspend(self) -> None:
-        """Stops the process as SIGTSTP does by default. Without a shell (`ssh -t`), nothing happens."""
+        """Stops the process as SIGTSTP does by default. Without a shell to continue it (`ssh -t`), nothing happens."""
         loop = asyncio.get_running_loop()
         loop.remove_signal_handler(signal.SIGTSTP)
         signal.raise_signal(signal.SIGTSTP)
@@ -170,7 +177,7 @@ class _Screen:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Handles the signals that end or stop `top`, so that the terminal is restored first."""
+        """Handles the signals that end or stop `top` during the block, so that the terminal is restored first."""
         loop = asyncio.get_running_loop()
         handlers = dict.fromkeys(ENDS, self._end) | {signal.SIGTSTP: self._stop, signal.SIGWINCH: self._changed.set}
         for number, handler in handlers.items():

@@ -1,4 +1,7 @@
-"""The fields of `/debug/live` and `/debug/explain` that `top` and `whatif` read, checked once before they are drawn."""
+"""The fields of `/debug/live` and `/debug/explain` that `top` and `whatif` read.
+
+They are checked once before they are drawn.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,14 @@ class Summary(Struct, frozen=True):
 
 
 class ClusterSeen(Struct, frozen=True):
-    """The leader of the cluster (None if unknown) and its members."""
+    """The members of the cluster and its leader; None if the leader is unknown."""
 
     leader: str | None
     members: tuple[str, ...]
 
 
 class Minute(Struct, frozen=True):
-    """Counts of the last `span_s` seconds."""
+    """Counts of requests that ended in the last `span_s` seconds."""
 
     span_s: float
     completed: int
@@ -38,7 +41,7 @@ class Minute(Struct, frozen=True):
 
 
 class Quantiles(Struct, frozen=True):
-    """Quantiles in seconds, None without requests."""
+    """Quantiles in seconds; None without requests."""
 
     p50: float | None
     p95: float | None
@@ -46,7 +49,7 @@ class Quantiles(Struct, frozen=True):
 
 
 class Band(Struct, frozen=True):
-    """A band, with the requests of all pools together."""
+    """A band, with the requests of all pools together. The times are measured over the last minute."""
 
     band: str
     waiting: int
@@ -73,7 +76,7 @@ class Backend(Struct, frozen=True):
 
 
 class Flow(Struct, frozen=True):
-    """A flow of the last minute."""
+    """A flow with requests in the last minute, or with waiting requests."""
 
     band: str
     flow: str
@@ -90,7 +93,7 @@ class Pool(Struct, frozen=True):
 
 
 class Event(Struct, frozen=True):
-    """An event of the proxy or its backends. `at_s` is on the same clock as `Document.now_s`."""
+    """An event of the proxy or of a backend. `at_s` is on the same clock as `Document.now_s`."""
 
     at_s: float
     level: str
@@ -100,7 +103,7 @@ class Event(Struct, frozen=True):
 
 
 class Document(Struct, frozen=True):
-    """The answer of `/debug/live`. `events` begins with the newest."""
+    """The answer of `/debug/live`. The newest event is the first."""
 
     version: str
     fairness: str
@@ -119,7 +122,7 @@ class Document(Struct, frozen=True):
 
 
 class PricedBackend(Struct, frozen=True):
-    """A replica that could have got a request, with its price as text."""
+    """A candidate of a placement decision, with its price as text. `fits`: whether it had a free slot."""
 
     backend: str
     price: str
@@ -127,7 +130,7 @@ class PricedBackend(Struct, frozen=True):
 
 
 class Choice(Struct, frozen=True):
-    """A placement decision, with its candidates."""
+    """A placement decision about a request, with its candidates."""
 
     request: str
     model: str | None
@@ -153,7 +156,7 @@ Read = TypeVar("Read", bound=Struct)
 
 
 def read(found: dict[str, Any], kind: type[Read]) -> Read:
-    """Converts an answer of the proxy to `kind`. Raises AskError if the fields differ, as in another version."""
+    """Converts an answer of the proxy to `kind`. Raises AskError if its fields differ, as in another version."""
     try:
         return msgspec.convert(found, kind)
     except (msgspec.ValidationError, UnicodeError) as error:

@@ -1,4 +1,4 @@
-"""The screen of `llmproxy top`: pure functions from the document to renderables of rich."""
+"""Draws the screen of `llmproxy top`: functions from the document to renderables of rich, without side effects."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ STATE_STYLES = {"up": "green", "down": "red"}
 EVENTS_MAX = 8
 SUMMARY_LINES_MAX = 3
 ENDED_LINES_MAX = 2
-FIRST_COLUMN = 10  # Narrowest first column, so that the columns of all sections align.
-LINES_MIN = 2  # Fewest lines of a section below its titles: one row, and the number of further rows.
-ROOMY = 30  # Least height for blank lines between sections.
-TALL = 40  # Least height for choices below the other sections.
-BELOW_MIN = 5  # Fewest lines for choices: a choice among three replicas, and the number of further lines.
+FIRST_COLUMN = 10  # The minimum width of the first column, so that the columns of all sections align.
+LINES_MIN = 2  # The minimum number of lines of a section below its titles: one row, and the number of further rows.
+ROOMY = 30  # The minimum height of the screen for blank lines between sections.
+TALL = 40  # The minimum height of the screen for placement decisions below the other sections.
+BELOW_MIN = 5
+"""The minimum number of lines for placement decisions: one among three replicas, and the number of further lines."""
 PLAIN, WIDE = 60, 110
-"""Least widths for further columns."""
+"""The minimum widths of the screen for further columns."""
 HELP = {
     "waiting": "requests in the queue of the proxy; oldest: how long the first waits",
     "TTFT": "time to first token in the last minute, median and 99th percentile",
@@ -37,29 +38,32 @@ HELP = {
     "share, due": "its part of the band's tokens in the last minute; its part by weight",
     "choices": "→ is chosen, × takes no request now; the price is in seconds",
 }
-"""Meanings of column titles."""
+"""Column title -> meaning, for the help."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a section. Its width is at most a fifth of the section; the last column gets the rest."""
+    """A column of a section.
+
+    Its width is at most a fifth of the section; the last column gets the rest. `words` columns are aligned to the left.
+    """
 
     title: str
     words: bool = False
-    least: int = 0  # Least width in columns of a terminal that shows this column.
+    least: int = 0  # The minimum width of a terminal that shows this column.
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A table that loses rows on a small terminal."""
+    """A table. A small terminal does not show all of its rows."""
 
     columns: Sequence[Column]
     rows: Sequence[Sequence[Text]]
-    more: int = 0  # Rows that the proxy did not send.
+    more: int = 0  # The number of rows that the proxy did not send.
 
     @property
     def wanted(self) -> int:
-        """Lines below the titles if all rows are shown."""
+        """The number of lines below the titles if all rows are shown."""
         return len(self.rows) + (self.more > 0)
 
 
@@ -74,11 +78,12 @@ def picture(
     more: Section | None = None,
     foot: Sequence[Text] | None = None,
 ) -> RenderableType:
-    """Returns the document as a picture of `width` columns and at most `height` lines; without a height, all lines.
+    """Returns the screen for a document.
 
-    `choices` are placement decisions. They replace the other sections if the view shows choices, else fill the free
-    lines. `trouble` is a warning that the document is old. `more` follows the replicas, `foot` all sections. Without
-    `foot`, the last line of the screen shows the keys.
+    The screen has `width` columns and at most `height` lines; without a height, all lines. `choices` are placement
+    decisions. They replace the other sections if the view shows choices; otherwise they fill the free lines. `trouble`
+    is a warning that the document is old. The section `more` follows the replicas, and `foot` follows all sections.
+    Without `foot`, the last line of the screen shows the keys.
     """
     head = _head(document, view, width, height, trouble)
     if view.help:
@@ -112,9 +117,10 @@ def picture(
 
 
 def _shares(wanted: Sequence[int], room: int | None) -> list[int]:
-    """Returns the number of rows for each section.
+    """Returns the number of rows for each section, from the number that each wants.
 
-    Sections get one row each in turn, until all have their wanted rows or `room` lines are used.
+    Sections get one row each in turn, until all have the rows that they want or `room` lines are used. A `room` of None
+    gives all.
     """
     if room is None:
         return list(wanted)
@@ -161,7 +167,7 @@ def _head(document: Document, view: View, width: int, height: int | None, troubl
 
 
 def _wrapped(text: Text, width: int, most: int) -> list[Text]:
-    """Wraps a text into at most `most` lines; an ellipsis marks a cut."""
+    """Returns a text wrapped into at most `most` lines. An ellipsis marks a cut."""
     # The width is known, so a console of that width wraps as the terminal's will.
     lines = text.wrap(Console(width=width), width)
     if len(lines) > most:
@@ -249,7 +255,7 @@ def _replica(one: Backend) -> list[Text]:
 
 
 def _pace(one: Backend) -> Text:
-    """Returns the speed of a replica as text. A slow replica has a mark beside the colour."""
+    """Returns the speed of a replica as text. A slow replica has an exclamation mark in addition to its colour."""
     if one.tokens_slower is None or one.state != "up":
         return Text("-")
     slow = one.tokens_slower >= SLOWER
@@ -296,7 +302,7 @@ def _event(one: Event, document: Document) -> list[Text]:
 
 
 def _choices(explained: Explained, view: View) -> Section:
-    """Returns the newest placement decisions of all pools, each with one line for each candidate."""
+    """Returns the newest placement decisions of all pools, with a line for each candidate."""
     rows = []
     for one in sorted((one for pool in explained.pools for one in pool.choices), key=lambda one: one.age_s):
         if view.shows(one.request, one.model or "", one.chosen or ""):
@@ -307,13 +313,13 @@ def _choices(explained: Explained, view: View) -> Section:
 
 
 def priced(backend: str, price: str, fits: bool, chosen: str | None) -> Text:
-    """Returns a candidate of a placement decision and its price as one line."""
+    """Returns one line for a candidate of a placement decision, with its price. `fits`: whether it had a free slot."""
     mark, style = ("→", "green") if backend == chosen else (" ", "") if fits else ("×", "dim")
     return Text(f"{mark} {printable(backend)}: {printable(price)}", style)
 
 
 def _table(section: Section, count: int, width: int) -> Table:
-    """Returns the first `count` lines of a section. If rows are left out, the last line has their number."""
+    """Returns the first `count` lines of a section. If rows are left out, the last line shows their number."""
     table = Table(box=None, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="reverse", expand=True)
     shown = [index for index, column in enumerate(section.columns) if width >= column.least]
     for index in shown:
@@ -336,7 +342,7 @@ def _table(section: Section, count: int, width: int) -> Table:
 
 
 def duration(seconds: float | None) -> str:
-    """Formats a time in at most six characters."""
+    """Returns a time in seconds as text of at most six characters; `-` for None."""
     if seconds is None:
         return "-"
     if seconds < 0.9995:

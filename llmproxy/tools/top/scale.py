@@ -1,4 +1,4 @@
-"""The tables of `llmproxy scale`: the replicas of each pool, the replicas that its load needs, and the reason."""
+"""The tables of `llmproxy scale`: the replicas of each pool, how many its load needs, and why."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ REASONS = {
     "max": "scaling.max",
     "unknown": "too little is known: as many as there are",
 }
+"""The reason in the answer of `/scale` -> a text for people."""
 TERMS = ("work", "ahead", "queue", "seats", "kv", "adapters")
 
 
 def scale(found: dict[str, Any]) -> RenderableType:
-    """Draws the answer of `/scale` as tables. Raises AskError if its fields differ, as in another version."""
+    """Returns the answer of `/scale` as tables. Raises AskError if its fields differ, as in another version."""
     try:
         pools = found["pools"]
         if not pools:
@@ -60,7 +61,7 @@ def _pools(pools: list[dict[str, Any]]) -> Table:
 
 
 def _terms(pools: list[dict[str, Any]]) -> Table:
-    """Lists the replicas that each part of the work would need alone."""
+    """Returns a table of the replicas that each part of the work would need alone."""
     table = _table("replicas for", *TERMS, "prompts", "answers")
     for pool in pools:
         if pool["terms"]:
@@ -70,7 +71,10 @@ def _terms(pools: list[dict[str, Any]]) -> Table:
 
 
 def _parts(pools: list[dict[str, Any]], kind: str, *more: str) -> Table:
-    """Lists the replicas of each group or role (`kind`) of all pools. `more` are fields for the last columns."""
+    """Returns a table of the replicas of each group or role (`kind`) of all pools.
+
+    `more` are the fields for the last columns.
+    """
     table = _table(kind, "pool", "up", "needs", "wants", *more)
     for pool in pools:
         for name, one in pool[f"{kind}s"].items():

@@ -15,7 +15,10 @@ from llmproxy.tools.top.picture import duration, priced
 
 
 def story(found: Mapping[str, Any]) -> RenderableType:
-    """Draws the answer of `/debug/requests?request=`. Raises AskError if its fields differ, as in another version."""
+    """Returns the answer of `/debug/requests?request=` as text.
+
+    Raises AskError if its fields differ, as in another version.
+    """
     try:
         lines = [Text(f"request {printable(found['request'])}", "bold")]
         lines += [] if found["ended"] is None else [_asked(found["ended"])]
@@ -29,7 +32,7 @@ def story(found: Mapping[str, Any]) -> RenderableType:
         lines += [] if found["ended"] is None else [Text(), _end(found["ended"])]
         return Group(*lines, *(line for choice in found["choices"] for line in _choice(choice)))
     except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
-        raise AskError(f"this is not the story of this version of llmproxy: {error!r}") from None
+        raise AskError(f"this is not the history of a request in this version of llmproxy: {error!r}") from None
 
 
 def _asked(ended: Mapping[str, Any]) -> Text:
@@ -115,7 +118,7 @@ def _end(ended: Mapping[str, Any]) -> Text:
 
 
 def _choice(choice: Mapping[str, Any]) -> Iterator[Text]:
-    """Yields the price of each candidate. The cheapest candidate with a free slot is chosen."""
+    """Yields the price of each candidate of a placement decision."""
     yield Text()
     yield Text(printable(f"choice in {choice['pool']}, {duration(choice['age_s'])} ago; prices:"), "bold")
     for one in choice["candidates"]:

@@ -1,4 +1,4 @@
-"""The user's settings in `top`: the order of the replicas, a filter, a pause."""
+"""The settings of a user of `top`: the order of the replicas, a filter, a pause."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEYS = {
     "e": ("choices", "show the last choices with the price of each replica, and go back"),
     "p": ("pause", "keep this picture, and go on"),
 }
-"""Each key, with a word for the foot line and a line for the help."""
+"""Key -> a word for the last line of the screen, and a sentence for the help."""
 COLUMNS: dict[str, tuple[Callable[[Backend], Any], bool]] = {
     "replica": (lambda one: one.backend, False),
     "state": (lambda one: STATES.index(one.state) if one.state in STATES else -1, False),
@@ -29,12 +29,12 @@ COLUMNS: dict[str, tuple[Callable[[Backend], Any], bool]] = {
     "tokens/s": (lambda one: one.output_tokens_per_s, True),
     "pace": (lambda one: one.tokens_slower, True),
 }
-"""Columns by which replicas can be sorted: the value, and whether the largest comes first."""
+"""The columns by which replicas can be sorted: the value, and whether the largest comes first."""
 
 
 @dataclass(slots=True)
 class View:
-    """The user's settings, which keys change and `picture` reads."""
+    """The settings of the user. Keys change them, and `picture` reads them."""
 
     column: str = "replica"
     reverse: bool = False
@@ -46,6 +46,7 @@ class View:
     quit: bool = False
 
     def press(self, key: str) -> None:
+        """Changes the settings as the pressed key says."""
         if self.typing:
             self._type(key)
         elif self.help and key != "q":
@@ -79,16 +80,16 @@ class View:
             self.filter += key
 
     def shows(self, *names: str) -> bool:
-        """Returns whether the filter matches one of these names."""
+        """Returns whether one of these names contains the filter, in upper or lower case."""
         return any(self.filter.casefold() in name.casefold() for name in names)
 
     @property
     def descending(self) -> bool:
-        """Whether the largest comes first."""
+        """Whether the replicas are sorted from the largest value to the smallest."""
         return COLUMNS[self.column][1] is not self.reverse
 
     def ordered(self, backends: tuple[Backend, ...]) -> list[Backend]:
-        """Returns the replicas to show, sorted. Replicas without a value come last."""
+        """Returns the replicas that the filter shows, sorted. Replicas without a value come last."""
         value = COLUMNS[self.column][0]
         shown = sorted((one for one in backends if self.shows(one.backend)), key=lambda one: one.backend)
         known = [one for one in shown if value(one) is not None]

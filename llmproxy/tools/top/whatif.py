@@ -1,4 +1,4 @@
-"""The table of `llmproxy whatif`: tokens per second of each flow, by the present weights and by other weights."""
+"""The table of `llmproxy whatif`: tokens per second of each flow, with the current weights and with other weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SEVERAL_POOLS = (
 
 
 def weights_of(given: Sequence[str]) -> dict[str, float]:
-    """Maps each flow to its weight, parsed from texts such as `team-a=3`. Raises AskError."""
+    """Returns flow -> weight, from texts such as `team-a=3`. Raises AskError."""
     weights = {}
     for text in given:
         flow, _, value = text.rpartition("=")
@@ -47,7 +47,7 @@ def weights_of(given: Sequence[str]) -> dict[str, float]:
 
 
 def whatif(seen: Document, weights: Mapping[str, float]) -> RenderableType:
-    """Returns a table of the rate of each flow, now and under `weights`.
+    """Returns a table of the rate of each flow, now and with `weights`.
 
     Raises AskError if there are no flows, if `weights` names an unknown flow, or if the proxy does not share tokens by
     weight.
@@ -81,7 +81,7 @@ def whatif(seen: Document, weights: Mapping[str, float]) -> RenderableType:
 
 
 def _changes(seen: Document) -> list[str]:
-    """Returns a warning if backends changed within the measured minute, else an empty list."""
+    """Returns a warning if a backend changed within the measured minute; empty otherwise."""
     since_s = seen.now_s - seen.minute.span_s
     changed = (one for one in seen.events if one.event in STATE_EVENTS | {"backend_removed"} and one.at_s > since_s)
     if (last := next(changed, None)) is None:
@@ -95,7 +95,10 @@ def _changes(seen: Document) -> list[str]:
 
 
 def _shares(flows: Sequence[Flow], weights: Mapping[str, float]) -> dict[str, float]:
-    """Divides the total rate of a band by weight. A flow without waiting requests gets at most its present rate."""
+    """Returns the rate of each flow if the total rate of a band is divided by weight.
+
+    A flow without waiting requests gets at most its current rate.
+    """
     claims = {
         one.flow: Claim(weights.get(one.flow, one.weight), inf if one.waiting else one.tokens_per_s) for one in flows
     }
@@ -103,7 +106,7 @@ def _shares(flows: Sequence[Flow], weights: Mapping[str, float]) -> dict[str, fl
 
 
 class Claim(NamedTuple):
-    """The weight of a flow, and its demand."""
+    """The weight of a flow, and the most that it can use."""
 
     weight: float  # > 0
     demand: float  # The most that the flow can use; infinite for a flow with waiting requests.
