@@ -171,7 +171,7 @@ def shadow(
 
 
 def _asked_for(source: str | None) -> list[str]:
-    """Returns the URLs that a person types."""
+    """Asks in the terminal for the URLs of servers, and returns them. Ends the command without a terminal."""
     if source is not None:
         fail(["llmproxy init: --from names no servers; give their URLs too, as in `llmproxy init http://gpu-0:8000`"])
     if not sys.stdin.isatty():

@@ -95,7 +95,10 @@ BACKENDS = next(flag for flag in FLAGS if flag.keys == ("backends",))
 
 
 def _overrides(given: Iterable[tuple[Flag, str, Sequence[str]]]) -> list[Override]:
-    """Converts (flag, origin, values) entries to configuration overrides. Raises ConfigError."""
+    """Returns one override for each key that (flag, origin, values) entries set. Values of lists are joined.
+
+    Raises ConfigError if two entries set the same key that is no list.
+    """
     found: dict[str, Override] = {}
     for flag, origin, texts in given:
         for key in flag.keys:

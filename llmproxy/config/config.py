@@ -78,9 +78,9 @@ class Config(Section):
     workers: Annotated[Integer, Field(ge=1, le=64)] = 1
     """Processes that relay requests. From two on, one more process schedules for all."""
     tls: TlsConfig = TlsConfig()
-    """TLS for clients."""
+    """Certificate and key for TLS on the client port."""
     clients: ClientsConfig = ClientsConfig()
-    """Limits of client connections."""
+    """Limits of the connections and requests of clients."""
     log_format: Annotated[str, one_of(LOG_FORMATS)] = "text"
     """Format of the log: text or json."""
     log_level: Annotated[str, one_of(LOG_LEVELS)] = "info"
@@ -110,7 +110,7 @@ class Config(Section):
     admin_key: KeyHash | None = Field(default=None, repr=False)
     """Hash of the key for /debug, /admin and adapters (`llmproxy hash-key`). null: only this machine reads /debug."""
     admin: AdminConfig = AdminConfig()
-    """A port for operators."""
+    """A separate port for operators."""
     decision_log: Path | None = None
     """File that gets a JSON line for each decision. null: no file."""
     decision_log_sample: Annotated[Number, Field(ge=0, le=1), idle.unless_given("decision_log")] = 1.0
@@ -126,13 +126,13 @@ class Config(Section):
     usage: UsageConfig = UsageConfig()
     """The use of tenants by day, which `/v1/usage` shows to them."""
     plugins: tuple[Module, ...] = Field(default=(), examples=[["our_policies"]])
-    """Python modules that register policies."""
+    """Python modules that are imported at the start, and register policies."""
     reload: Annotated[str, one_of(RELOADS)] = "watch"
     """The configuration file is read when it changes and on SIGHUP (watch), or only on SIGHUP (signal)."""
     backends: tuple[Annotated[BackendConfig, BeforeValidator(backend_from_text)], ...] = ()
     """vLLM servers: URLs, or entries with further keys."""
     discovery: DiscoveryConfig = DiscoveryConfig()
-    """Further backends, found while the proxy runs."""
+    """Where further backends are looked up while the proxy runs."""
     cluster: ClusterConfig = ClusterConfig()
     """A cluster of proxies that schedule as one."""
     bands: dict[str, Integer] = Field(default_factory=dict, examples=[{"urgent": 50}])
@@ -146,7 +146,7 @@ class Config(Section):
     tenants: tuple[TenantConfig, ...] = ()
     """Clients by their API keys. With a tenant, every request needs a key."""
     scheduling: SchedulingConfig = SchedulingConfig()
-    """Which request goes next, and where."""
+    """How the next request and its backend are chosen."""
     queue: QueueConfig = Field(default=QueueConfig(), validate_default=True)
     """Limits of waiting requests and of their waits."""
     replica_groups: tuple[ReplicaGroupConfig, ...] = ()
@@ -154,13 +154,13 @@ class Config(Section):
     scaling: ScalingConfig = ScalingConfig()
     """How `/scale` computes the replicas that each pool needs."""
     timeouts: TimeoutsConfig = TimeoutsConfig()
-    """Timeouts of one attempt."""
+    """Timeouts of one attempt on a backend."""
     retry: RetryConfig = RetryConfig()
     """Further attempts for a request after a failed one."""
     health: HealthConfig = HealthConfig()
-    """When a backend is ejected."""
+    """When a backend gets no requests, because it is down or ejected."""
     poll: PollConfig = PollConfig()
-    """How the load of backends is read."""
+    """How often the health, load and models of backends are read."""
     _old_names: tuple[str, ...] = PrivateAttr(default=())
     _origins: Mapping[Place, str] = PrivateAttr(default_factory=dict)
 
@@ -343,7 +343,7 @@ class Config(Section):
         return self._old_names
 
     def with_old_names(self, warnings: Sequence[str]) -> Config:
-        """Returns this configuration with `warnings` as `old_names`."""
+        """Sets `old_names` to `warnings`, and returns this configuration."""
         self._old_names = tuple(warnings)
         return self
 
@@ -353,7 +353,7 @@ class Config(Section):
         return self._origins
 
     def with_origins(self, origins: Mapping[Place, str]) -> Config:
-        """Returns this configuration with `origins`."""
+        """Sets `origins`, and returns this configuration."""
         self._origins = dict(origins)
         return self
 

@@ -30,10 +30,10 @@ S = TypeVar("S", bound=Section)
 class Override:
     """A value that replaces the value in the file."""
 
-    # Dotted.
+    # The dotted key that is set, such as `queue.max_wait_s`.
     key: str
     value: str | list[str]
-    # The flag or the variable.
+    # The flag or variable that sets the key, for messages.
     origin: str
     # The new name, if `origin` is an old name.
     instead: str = ""

@@ -29,9 +29,9 @@ class PodsUrl:
     namespace: str | None
     # `SERVICE`, `PODS` or `INFERENCE_POOL`.
     kind: str
-    # For `PODS`, a label selector.
+    # Name of the Service or InferencePool; for `PODS`, a label selector.
     name: str
-    # A number, a name, or empty for the only port.
+    # Number or name of the port; empty for the only port.
     port: str
 
     @classmethod
@@ -63,7 +63,7 @@ class PodsUrl:
 
     @property
     def text(self) -> str:
-        """The URL in its usual spelling."""
+        """The URL in its usual spelling, without aliases of types such as `svc`."""
         namespace = f"{self.namespace}/" if self.namespace else ""
         port = f":{self.port}" if self.port else ""
         return f"{KUBERNETES}{self.scheme}://{namespace}{self.kind}/{self.name}{port}"

@@ -225,7 +225,7 @@ def origin_of(value: str) -> str:
 
 
 def host_and_port(value: str) -> str:
-    """Validates HOST:PORT. An IPv6 address has brackets."""
+    """Returns HOST:PORT, with brackets around an IPv6 address. Raises ValueError for other text."""
     host, _, port = value.rpartition(":")
     if not host or (":" in host and not host.startswith("[")) or integer_of(port) is None or not 0 <= int(port) < 65536:
         raise ValueError(f"{value!r} is no HOST:PORT")
@@ -233,7 +233,7 @@ def host_and_port(value: str) -> str:
 
 
 def time_zone_of(value: str) -> str:
-    """Validates the name of a time zone."""
+    """Returns the name of a time zone. Raises ValueError if this system does not know the name."""
     try:
         ZoneInfo(value)
     except (OSError, ValueError, KeyError):
@@ -266,7 +266,7 @@ def store_of(value: str, *others: str) -> str:
 
 
 def failure_of(value: str) -> str:
-    """Validates `on_failure`: `closed`, or 1/N."""
+    """Returns a value of `on_failure`, `closed` or 1/N. Raises ValueError for other text."""
     if value != CLOSED and not re.fullmatch(r"1/([2-9]|[1-9][0-9]{1,5})", value):
         raise ValueError(f"{value!r} should be {CLOSED}, or 1/N where N proxies share the store, from 2 on")
     return value
@@ -332,7 +332,7 @@ def salt_of(value: str) -> str:
 
 
 def prompt_range(value: tuple[int, int]) -> tuple[int, int]:
-    """Validates a range of tokens: [from, to]."""
+    """Returns a range of prompt tokens, (from, to). Raises ValueError if `from` is above `to`."""
     if value[0] > value[1]:
         raise ValueError(f"should be [from, to] with from at most to, such as [1, 4000], not {list(value)}")
     return value

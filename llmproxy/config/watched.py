@@ -1,4 +1,4 @@
-"""Detects complete changes of a file."""
+"""Detects changes of a file, and waits until a change is complete."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class AdapterChange:
 
     name: str
     pool: str
-    path: str | None  # None unloads the adapter.
+    path: str | None  # Path of the adapter on the backends. None: the change unloads the adapter.
     fields: Mapping[str, Any]  # The request body for the backends, in vLLM's format.
     in_place: bool = False  # Replaces a loaded adapter of the same name.
 
@@ -49,14 +49,14 @@ class Reply:
     """The response of one backend to an adapter change."""
 
     backend: str
-    status: int | None  # None if the backend did not respond.
+    status: int | None  # HTTP status; None if the backend did not respond.
     taken: bool
-    message: str  # For people.
+    message: str  # The answer of the backend, or the reason why there is none, in words.
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The result of a change."""
+    """The result of an adapter change: the responses of its backends."""
 
     change: AdapterChange
     replies: tuple[Reply, ...]
@@ -189,7 +189,7 @@ class Adapters:
         return Report(change, replies, remembered)
 
     def abandon(self, plan: AdapterPlan) -> None:
-        """Ends a change without recording it."""
+        """Ends a change without recording it, because its request was cancelled or failed."""
         self._changing.pop(plan.change.name, None)
 
     def _begin(self, plan: AdapterPlan) -> AdapterPlan:

@@ -130,9 +130,9 @@ class Request(Struct, frozen=True):
     backend: str | None = None  # The only backend that may serve the request, because it stores a referenced response.
     splittable: bool = False  # Prefill and decode may run on two backends.
     stage: Stage = Stage.WHOLE
-    prepared: bool = False  # See `RequestFacts`.
+    prepared: bool = False  # See `RequestFacts.prepared`.
     avoid: str = ""  # A backend that refused the request as busy; another backend is preferred.
-    overflows: bool = False  # An external backend may serve it.
+    overflows: bool = False  # Whether an external backend may serve the request.
     # The rest of a stream that broke. The prompt includes the answer so far, and earlier attempts were charged for it.
     continued: bool = False
 
@@ -170,7 +170,7 @@ class KnownLimit(Struct, frozen=True):
 
     limit: int
     settled: bool  # Whether the limit was reached; otherwise the engine was never seen full.
-    models: tuple[str, ...]  # Sorted.
+    models: tuple[str, ...]  # The base models that the engine lists, sorted.
     max_model_len: int | None = None
 
 
@@ -189,7 +189,7 @@ class Reading(Struct, frozen=True):
     taken_at_s: float  # When the scrape was sent: the gauges cannot include requests booked later.
     running: int = 0
     waiting: int = 0
-    kv_used: float | None = None  # 0..1
+    kv_used: float | None = None  # Usage of the KV cache, 0..1.
     kv_tokens: int | None = None
     running_adapters: frozenset[str] = frozenset()  # From the newest `lora_requests_info`; more may be resident.
     max_adapters: int | None = None
@@ -230,7 +230,7 @@ class Verdict(StrEnum):
 
 
 class Usage(Struct, frozen=True):
-    """Token counts from the engine."""
+    """Token counts of an answer, as the engine reported them, over all its sequences."""
 
     prompt_tokens: int
     output_tokens: int
@@ -245,7 +245,7 @@ class Price(Struct, frozen=True):
     terms: tuple[tuple[str, float], ...]
     ttft_s: float  # Seconds from dispatch to the first token.
     tpot_s: float  # Seconds per token after the first one.
-    cached_tokens: float  # Expected prefix cache hits.
+    cached_tokens: float  # Prompt tokens that are expected in the prefix cache of the backend.
     cold_adapter: bool  # The adapter has to be loaded or waited for.
     fits: bool  # The backend has room now.
 
@@ -272,7 +272,7 @@ class Placed(Struct, frozen=True):
     score: float
     terms: tuple[tuple[str, float], ...]  # Named components of `score`.
     candidates: int
-    cached_tokens: int = 0  # Expected prefix cache hits.
+    cached_tokens: int = 0  # Prompt tokens that are expected in the prefix cache of the backend.
     held_tokens: int = 0  # Prompt tokens that are surely in the KV cache, because requests in flight use them.
     cold_adapter: bool = False
     ttft: Predicted | None = None  # As in `Price`; None without a prediction.
@@ -300,7 +300,7 @@ class BackendPace(Struct, frozen=True):
     prefill_factor: float  # Prefill time relative to the pool; above 1 is slower.
     step_factor: float  # Time per decode step relative to the pool.
     busy_share: float  # Recent share of time spent on prefill.
-    in_flight: int  # Sequences.
+    in_flight: int  # Sequences in flight on the backend.
     indexed_blocks: int  # Blocks of prompts believed to be in the prefix cache.
     indexed_blocks_max: int
 
@@ -317,9 +317,9 @@ class Learned(Struct, frozen=True):
     prefill_attention: float
     step_s: float  # Time per output token of a sequence that runs alone.
     sequence_s: float  # Extra time per output token for each other sequence in the batch.
-    adapter_s: float  # Load time of a cold adapter.
+    adapter_s: float  # Seconds to load an adapter that the backend never had.
     ttft_p90_factor: float  # 90th percentile of the first-token time, divided by the expected time.
-    tpot_p90_factor: float  # The same for the time per token.
+    tpot_p90_factor: float  # 90th percentile of the time per token, divided by the expected time.
     backends: tuple[BackendPace, ...]
 
 

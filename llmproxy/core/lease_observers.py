@@ -26,9 +26,9 @@ _DOUBTFUL = frozenset({Verdict.FAILED, Verdict.TIMED_OUT, Verdict.UNAUTHORIZED, 
 
 
 class _Charge(Struct, eq=False):
-    """The charge of an open lease."""
+    """The cost that a flow was charged for an open lease and the earlier leases of its request."""
 
-    total: float  # Includes `carried`.
+    total: float  # The whole charge so far, with `carried`.
     carried: float  # Charged to earlier leases of the request.
     prompt: float  # The part of `carried` that is final: all for a decode stage, because its prompt is computed.
     credits: Mapping[int, float] = {}  # Band -> change of its credit, as returned by `MinShares.granted`.
@@ -143,7 +143,8 @@ class ReservationObserver(LeaseObserver):
     only_stages = True
 
     def __init__(self) -> None:
-        self.by_request: dict[str, tuple[Backend, int, str]] = {}  # Request id -> (decode, sequences, prefill backend).
+        # Request id -> (decode backend, reserved sequences, name of the prefill backend).
+        self.by_request: dict[str, tuple[Backend, int, str]] = {}
 
     def booked(self, lease: LeaseRecord, now: float) -> None:
         if lease.answers_on is not None:

@@ -51,7 +51,7 @@ class LeaseObserver:
         """The decode stage computes the prompt itself instead of fetching its KV blocks."""
 
     def returned(self, lease: LeaseRecord, event: Returned, now: float) -> None:
-        """The lease ended."""
+        """The attempt ended, and the lease is closed."""
 
     def excuses(self, lease: LeaseRecord, verdict: Verdict, now: float) -> bool:  # noqa: ARG002
         """Returns whether the backend is not to blame for the end of a lease. Called before `returned`."""

@@ -338,7 +338,7 @@ class Pools:
         return next((waited for waited in reasons if waited is not None), None)
 
     def apply(self, event: LeaseEvent, now: float) -> None:
-        """Applies an event of an open lease."""
+        """Passes an event to the lease with its number, which must be open. `Returned` closes the lease."""
         leases = self._of_lease[event.lease]
         if type(event) is Returned:
             del self._of_lease[event.lease]

@@ -53,7 +53,7 @@ class Again(Enum):
 
 
 class Meaning(Struct, frozen=True):
-    """The consequences of a failed attempt."""
+    """The consequences of a failed attempt for its backend and for its request."""
 
     verdict: Verdict
     again: Again

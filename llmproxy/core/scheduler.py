@@ -372,7 +372,7 @@ class Scheduler:
         return max(1, view.limit + view.look_ahead - view.load)
 
     def _expired(self, due: Iterable[Queued], now: float) -> list[Drop]:
-        """Removes the requests whose deadline has passed."""
+        """Removes the `due` requests from the waiting room. Returns a Drop for each."""
         drops: list[Drop] = []
         for queued, waited in [(queued, self._room.leave(queued)) for queued in due]:
             model = queued.request.model

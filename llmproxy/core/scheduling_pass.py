@@ -42,13 +42,13 @@ class Parts(Struct, frozen=True):
 
 
 class Pass(Struct):
-    """The state of one pass."""
+    """One scheduling pass over a pool. `grant_all` adds its decisions to `decisions`."""
 
     parts: Parts
     now: float
     views: list[View]
     decisions: list[Decision]
-    steps: int = 0  # Work done so far, bounded by PASS_MAX.
+    steps: int = 0  # Requests granted, blocked or readmitted so far, at most PASS_MAX.
     outdated: Sequence[Backend] = ()  # Backends booked last, whose views are refreshed before the next placement.
     blocked: bool = False  # No backend has room for any request.
     guaranteed_none: set[int] = set()  # Bands whose requests fit nowhere, even by their minimum share.

@@ -21,7 +21,7 @@ class CapacitySettings:
     look_ahead: int | None  # Requests in flight above the limit, so that the engine never starves; None: learned.
     prompt_window_s: float | None  # Bound on the total estimated prefill time of a backend; None: no bound.
     kv_full_ratio: float  # KV cache usage (0..1] from which the cache counts as full.
-    stale_after_s: float  # Older readings are ignored.
+    stale_after_s: float  # Age from which a reading is ignored.
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class Disaggregation:
 
     splitting: Splitting
     lease_s: float  # Time for which a prefill engine pins the KV blocks of a prompt.
-    min_uncached_tokens: int = 0  # For `Splitting.TOKENS`.
+    min_uncached_tokens: int = 0  # For `Splitting.TOKENS`: the fewest uncached prompt tokens of a split request.
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class ScalingSettings:
     min: int
     max: int | None
     target_wait_s: float  # Time within which the waiting requests should be served.
-    utilisation: float  # Target utilisation (0..1] of a replica.
+    utilisation: float  # Share (0..1] of a replica's time that is planned to be used.
     target_tpot_s: float | None  # Target time per token; None: the mean objective of the requests.
     start_s: float | None  # Time until a new replica is ready; None: as observed.
     idle_s: float  # Time without a request after which no replica is needed.
@@ -149,12 +149,12 @@ class Settings:
     slo_window_s: float  # Rolling window of the fairness policy `slo`.
     preemption: bool
     refuse_late: bool  # Refuse requests that cannot meet their objective even if served next.
-    limits: Mapping[str, UsageLimit]  # Name (see `Request.limits`) -> limit.
+    limits: Mapping[str, UsageLimit]  # Name of a limit, such as `tenant:acme` or `model:sim`, -> limit.
     # Adapter name, or prefix with `*`, -> base model whose engines load such an adapter at its first request.
     unlisted: Mapping[str, str]
     prompt_ranges: Mapping[str, tuple[int, int]]  # Backend -> preferred prompt tokens.
     roles: Mapping[str, Role]  # Backend -> role, unless `both`.
-    externals: Mapping[str, External]  # By the name of the backend.
+    externals: Mapping[str, External]  # Name of an external backend -> its endpoint.
     capacity: CapacitySettings
     health: HealthSettings
     queue: QueueSettings

@@ -32,7 +32,7 @@ EXTERNAL = "external"
 
 @dataclass(frozen=True, slots=True)
 class BackendStatus:
-    """A backend as an operator sees it."""
+    """The state of a backend, as `/admin/backends` shows it."""
 
     name: str
     url: str
@@ -46,26 +46,26 @@ class BackendStatus:
 
 @dataclass(frozen=True, slots=True)
 class HeadSnapshot:
-    """The first request of a flow."""
+    """The first waiting request of a flow. Times are in seconds."""
 
     id: str
     label: str
     age_s: float
-    left_s: float  # Remaining queue time.
+    left_s: float  # Seconds that it may still wait.
     prompt_tokens: int
     # Objective for the first token, less the wait so far and the expected time to the first token. Negative: it will be
     # late. None without such an objective.
     slack_s: float | None
-    weight: float  # Share of the flow.
+    weight: float  # Weight of the request's flow among the flows of its band.
 
 
 @dataclass(frozen=True, slots=True)
 class FlowSnapshot:
-    """The waiting requests of a flow."""
+    """The number of waiting requests of a flow, the first of them, and the flow's account."""
 
     flow: str
     waiting: int
-    oldest_age_s: float  # Among the first FLOW_LOOK_MAX requests.
+    oldest_age_s: float  # Largest age among the first FLOW_LOOK_MAX requests, in seconds.
     head: HeadSnapshot
     standing: tuple[tuple[str, float], ...]  # Counters of the fairness policy.
 
@@ -108,13 +108,13 @@ class PoolSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class LimitSnapshot:
-    """The current use of a usage limit."""
+    """The present use of one usage limit of a tenant or model."""
 
     name: str
     in_flight: int
     in_flight_max: int | None
-    requests_left: float | None  # Remaining requests of the rate.
-    tokens_left: float | None  # Remaining tokens of the rate.
+    requests_left: float | None  # Requests left of the rate per minute; None without such a rate.
+    tokens_left: float | None  # Tokens left of the rate per minute; None without such a rate.
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class PoolChoices:
-    """The last placement decisions of a pool."""
+    """The last placement decisions of a pool with their prices, for `/debug/explain`."""
 
     pool: str
     choices: tuple[Explained, ...]  # The newest first.

@@ -32,7 +32,7 @@ CallAnswer = messages.NameResolved | messages.PageResponse
 
 
 class _Waiting(Struct, eq=False):
-    """A request that waits for a lease."""
+    """A call of `LeaseClient.admit`: a request that waits for a lease."""
 
     call: int
     request: Request
@@ -312,7 +312,7 @@ class LeaseClient:
             asked.granted.set_exception(refused)
 
     def drain(self, *, finish_waiting: bool = False) -> None:
-        """Drains this process as `Dispatcher.drain` does."""
+        """Refuses new requests of this process, and its waiting ones unless `finish_waiting`. Leases go on."""
         self.draining = True
         if finish_waiting:
             return

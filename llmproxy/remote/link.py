@@ -62,7 +62,7 @@ DecodedT = TypeVar("DecodedT", covariant=True)
 
 
 class Decoder(Protocol[DecodedT]):
-    """Decodes the body of a frame."""
+    """Decodes the body of a frame into messages."""
 
     def decode(self, data: memoryview, /) -> Sequence[DecodedT]:
         """Returns the messages of a frame. Raises msgspec.DecodeError."""
@@ -135,7 +135,7 @@ TO_MEMBER: TolerantDecoder[ToMember] = TolerantDecoder(ToMember)
 
 
 def frame(messages: Iterable[Sendable]) -> bytes:
-    """Encodes messages as one frame."""
+    """Returns the bytes of one frame with these messages."""
     body = packed(list(messages))
     return _LENGTH.pack(len(body)) + body
 
@@ -183,7 +183,7 @@ class Frames(Generic[MessageT]):
 
 
 class Sender(Protocol):
-    """Sends messages to the other side."""
+    """Sends messages to the process at the other end of a link."""
 
     local: bool  # Whether the other side is on this machine: it shares the clock, and lives as long as the link.
 

@@ -47,7 +47,7 @@ Sendable = Message | LeaseEvent  # A message, or an event of a lease.
 
 
 class Listening(Message, frozen=True, tag=1):
-    """The worker accepts connections at this URL."""
+    """The worker has started, and accepts connections at this URL."""
 
     url: str
 
@@ -174,9 +174,9 @@ class WorkerStart(Message, frozen=True, tag=17):
 
 
 class NewConfig(Message, frozen=True, tag=18):
-    """The configuration has changed."""
+    """The configuration was reloaded. The worker applies the new one."""
 
-    config: bytes  # See `WorkerStart`.
+    config: bytes  # The new configuration, pickled.
 
 
 class KnownBackends(Message, frozen=True, tag=19):
@@ -225,14 +225,14 @@ class CallRefused(Answer, frozen=True, tag=23):
 
 
 class NameResolved(Answer, frozen=True, tag=24):
-    """The answer to `Resolve`."""
+    """The answer to `Resolve`: the target of the name."""
 
     call: int
     target: Target
 
 
 class PageResponse(Answer, frozen=True, tag=25):
-    """The answer to `PageRequest`."""
+    """The answer to `PageRequest`: an HTTP response. Status 100 asks for the request with its body."""
 
     call: int
     status: int
@@ -266,7 +266,7 @@ class Hello(Message, frozen=True, tag=40):
     name: str
     incarnation: str  # Differs after each start of the process.
     address: str
-    config: str  # See `config_hash`.
+    config: str  # Hash of the configuration (`config_hash`).
     epoch: int  # The highest epoch that the member knows.
     candidate: bool = True  # Whether the member can become the leader.
 
@@ -310,7 +310,7 @@ class Resumed(Message, frozen=True, tag=45):
 
 
 class Ping(Message, frozen=True, tag=46):
-    """A heartbeat."""
+    """A heartbeat. Members send it every PING_S, because a link without messages is closed."""
 
 
 class Members(Message, frozen=True, tag=47):
@@ -341,7 +341,7 @@ class Balances(Message, frozen=True, tag=49):
 
 
 class Learned(Message, frozen=True, tag=51):
-    """Measurements for the next leader."""
+    """The batch limits and capacities that the leader has learned, for the next leader."""
 
     limits: dict[str, KnownLimit]  # Backend URL -> batch limit.
     capacities: dict[str, KnownCapacity]  # Pool -> capacity.

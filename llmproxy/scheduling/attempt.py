@@ -31,7 +31,7 @@ class Split(StrEnum):
 
 
 class AttemptState(IntEnum):
-    """How far an attempt has come."""
+    """The progress of an attempt. An attempt only moves on to a larger state (`Attempt.enter`)."""
 
     CONNECTING = 0
     HEAD = 1  # The backend has sent the head of an answer.
@@ -56,8 +56,8 @@ class Attempt(Struct, kw_only=True, omit_defaults=True):
     queued_s: float | None = None
     granted_s: float | None = None
     queued_ahead: int | None = None
-    why: GrantReason | None = None  # The reason of the grant.
-    candidates: int | None = None  # The number of backends compared.
+    why: GrantReason | None = None  # Why this request was granted a backend before others.
+    candidates: int | None = None  # Number of backends that the placement compared.
     terms: tuple[tuple[str, float], ...] = ()  # The named parts of the chosen backend's score.
     # Predictions of the placement, None if it predicts nothing. The time to first token starts at the grant.
     expected_cached_tokens: int | None = None

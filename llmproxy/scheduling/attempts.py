@@ -27,7 +27,7 @@ _STAYS = frozenset({Verdict.BUSY, Verdict.TRANSFER_FAILED})
 class Routing(Struct, kw_only=True, omit_defaults=True):
     """The waits and attempts of a request, on the scheduler's clock: the first part of its record."""
 
-    tried: list[Attempt] = []  # Oldest first.
+    tried: list[Attempt] = []  # All attempts of the request, oldest first.
     attempts: int = 0  # Attempts with a lease. Both stages of a split request are one attempt.
     preemptions: int = 0  # Attempts that ended in favour of a request of a higher band.
     failed_stages: int = 0  # Attempts of a split request in which a stage failed.

@@ -56,7 +56,8 @@ class Dispatcher:
     """
 
     pools: Pools
-    on_decision: Callable[[float], None] = lambda _: None  # Gets the seconds of each scheduling pass.
+    # Called after each scheduling pass with its duration in seconds.
+    on_decision: Callable[[float], None] = lambda _: None
     on_ejection: Callable[[str, EjectionEvent], None] = lambda *_: None  # Gets backends that were ejected or came back.
     # Gets each request that had to wait and leaves without a backend, and why it waited.
     on_left: Callable[[Request, Waited], None] = lambda *_: None
@@ -68,7 +69,7 @@ class Dispatcher:
     admitting: bool = True  # Whether new requests are admitted.
     # Whether waiting requests and further attempts are still granted; otherwise they are refused too.
     granting: bool = True
-    granted: Counter[int] = field(default_factory=Counter)  # Band -> grants.
+    granted: Counter[int] = field(default_factory=Counter)  # Band -> number of grants since the start.
     inversions: int = 0  # Grants that a waiting request of a higher band could have used.
     # Request id -> the waiting request, and its lease in the future.
     _waiting: dict[str, tuple[Request, asyncio.Future[Lease]]] = field(default_factory=dict)
@@ -79,7 +80,7 @@ class Dispatcher:
     _closed: bool = False
     _timer: asyncio.TimerHandle | None = None
     nameless: int = 0  # Requests in `resolve` that wait for a model name.
-    _nameless_bytes: int = 0  # Their body bytes.
+    _nameless_bytes: int = 0  # Body bytes of the requests in `nameless`.
     _unresolved: dict[str | None, _Unresolved] = field(default_factory=dict)
     _aliases: Aliases = field(init=False)  # The aliases at the last wake-up of `nameless` requests.
     _emptied: dict[str, asyncio.Event] = field(default_factory=dict)  # Backend -> event for `emptied`.

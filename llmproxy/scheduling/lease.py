@@ -43,8 +43,8 @@ class Lease(Struct, eq=False):
     grant: Grant
     # Reports an event of this lease to the object that granted it. The time is on the event loop's clock.
     apply: Callable[[LeaseEvent, float], None]
-    verdict: Verdict = Verdict.CLIENT_GONE  # Set by the holder before the end.
-    usage: Usage | None = None  # Set by the holder too.
+    verdict: Verdict = Verdict.CLIENT_GONE  # Result of the attempt. The holder sets it before `give_back`.
+    usage: Usage | None = None  # Tokens of the attempt, None if unknown. The holder sets it before `give_back`.
     on_cut: Callable[[], None] | None = None  # Called after a flag below was set. All but `leaving` end the attempt.
     revoked: bool = False  # The backend is gone, so no answer will come.
     # The backend hangs, or it is `leaving` and its time is over. The holder may ignore this if its answer has begun and

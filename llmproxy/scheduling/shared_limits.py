@@ -68,7 +68,7 @@ class _Charge:
     """The charge of a request that has not ended."""
 
     rates: tuple[_Rate, ...]  # The rates at the time of the charge.
-    tokens: float  # Expected tokens.
+    tokens: float  # Expected tokens of the request, charged on arrival.
     entered: bool = False  # The waiting room has admitted the request.
     corrected: bool = False  # The real tokens of an attempt have been charged.
 

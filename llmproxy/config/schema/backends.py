@@ -228,7 +228,7 @@ class PollConfig(Section):
     timeout_s: Seconds = 2.0
     """Time after which an unanswered poll counts as failed."""
     stale_after_s: Seconds = 5.0
-    """Age from which a scrape is ignored."""
+    """Age from which the last scrape of a backend is ignored."""
 
 
 def _not_below_min(value: int | None, info: ValidationInfo) -> int | None:
@@ -240,7 +240,7 @@ def _not_below_min(value: int | None, info: ValidationInfo) -> int | None:
 
 class ReplicaGroupConfig(Section):
     name: Name = Field(examples=["spot"])
-    """Name in backends[].group."""
+    """Name of the group, to which backends[].group refers."""
     cost: Annotated[Number, Field(gt=0)] = 1.0
     """Price of a replica, in any unit. Groups with the most work for their cost are filled first."""
     min: Annotated[Integer, Field(ge=0)] = 0

@@ -41,15 +41,15 @@ class ClientsConfig(Section):
     idle_timeout_s: Seconds = 75.0
     """A connection is closed after this time without a request, or in which the client reads nothing of a response."""
     head_timeout_s: Seconds = 30.0
-    """Longest time for the header of a request, or for a TLS handshake."""
+    """Longest time for the head of a request, or for a TLS handshake. Then the connection is closed."""
     head_bytes_max: Count = 128 << 10
-    """Largest header: request line and fields."""
+    """Largest head of a request in bytes: request line and header fields; larger ones get 431."""
     head_fields_max: Count = 128
-    """Most header fields."""
+    """Most header fields of a request; more get 431."""
     body_idle_timeout_s: Seconds = 30.0
-    """Longest pause in a request body."""
+    """Longest pause in the arrival of a request body; then 408."""
     body_timeout_s: Seconds = 600.0
-    """Longest time for a request body."""
+    """Longest time for the arrival of a request body; then 408."""
     allowed_origins: Origins = Field(default=(), examples=[["https://app.example"]])
     """Web origins that may call the proxy from a browser (CORS). * allows all."""
 
@@ -70,7 +70,7 @@ class TlsConfig(Section):
 
 class AdminConfig(Section):
     host: Annotated[str, Field(min_length=1), idle.unless_given("admin.port")] = "127.0.0.1"
-    """Address of the admin port."""
+    """Address on which the admin port listens."""
     port: Annotated[Integer, Field(ge=0, le=65535)] | None = None
     """Port for /metrics, /debug, /admin and adapters, instead of the client port. null: the client port."""
     public_metrics: Annotated[
@@ -96,7 +96,7 @@ class ClusterTlsConfig(Section):
     ca: Path | None = None
     """CA certificates (PEM) that must have signed all members' certificates. null: no TLS."""
     name: Name = "llmproxy"
-    """DNS name in every member's certificate."""
+    """DNS name that the certificate of every member contains."""
 
 
 _IN_CLUSTER = idle.unless_given("cluster.listen")
@@ -119,13 +119,13 @@ class ClusterConfig(Section):
     """Time without a leader after which each of N members schedules alone, with 1/N of every limit. null: none does,
     and requests wait and get 503 after `lock_s` plus 5 s."""
     name: Annotated[LockName, _IN_CLUSTER] = "llmproxy"
-    """Name of the cluster and its lock."""
+    """Name of the cluster and its lock, the same for all members."""
     member: Annotated[Name | None, _IN_CLUSTER] = None
-    """Name of this member. null: the host name."""
+    """Name of this member, different from all others. null: the host name."""
     plaintext: Annotated[bool, _IN_CLUSTER] = False
     """Allow members on other machines without TLS. Anyone who can connect is trusted."""
     tls: Annotated[ClusterTlsConfig, _IN_CLUSTER] = ClusterTlsConfig()
-    """Mutual TLS between members."""
+    """Certificates for mutual TLS between members."""
 
     @model_validator(mode="after")
     def _is_guarded(self) -> ClusterConfig:

@@ -109,7 +109,7 @@ class KeyConfig(Section):
 
 class TenantConfig(Section):
     name: Name = Field(examples=["research"])
-    """Name in logs and metrics."""
+    """Name of the tenant in logs and metrics."""
     keys: tuple[Annotated[KeyConfig, from_text("hash")], ...]
     """Hashes of API keys. With two, a tenant can replace one without an interruption."""
     criticality: Criticality | None = None
@@ -173,7 +173,7 @@ class SchedulingConfig(Section):
     """Fields that name the session of a request: header:NAME, cookie:NAME or body:NAME. The first field in a
     request counts."""
     fairness_cost: Annotated[str, named_in(charges.names, kv_seconds="tokens"), idle.FAIRNESS_COST] = "tokens"
-    """Cost that fair_share divides: tokens or requests."""
+    """What fair_share divides fairly among flows: tokens or requests."""
     ceilings: dict[str, Fraction] = Field(default={"critical": 1.0, "default": 0.95, "sheddable": 0.85})
     """Part of a backend's batch limit (above 0, at most 1) that a band may fill. A band without an entry has the part
     of the next lower band; the band idle and lower bands have 0.01."""
@@ -184,9 +184,9 @@ class SchedulingConfig(Section):
     weights: Annotated[dict[str, Weight], idle.WEIGHTS] = Field(default={}, examples=[{"my-model": 2.5}])
     """Weights of flows by name. Other flows have the weight of the tenant, or 1."""
     input_weight: Annotated[Number, Field(ge=0), idle.TOKEN_WEIGHT] = 1.0
-    """Cost of a prompt token."""
+    """Cost of an uncached prompt token for its flow, if tokens are divided."""
     output_weight: Annotated[Number, Field(gt=0), idle.TOKEN_WEIGHT] = 2.0
-    """Cost of an output token."""
+    """Cost of an output token for its flow, if tokens are divided."""
     slo_window_s: Annotated[Seconds, idle.unless_policy("fairness", "slo")] = 300.0
     """Time for which fairness `slo` counts whether a request met its objective."""
     preemption: bool = True
@@ -229,7 +229,7 @@ class QueueConfig(Section):
     startup_wait_s: Annotated[Number, Field(ge=0)] = 10.0
     """As `no_backend_wait_s`, until any backend has answered after the start. The shorter of both times counts."""
     requests_max: Count = 20_000
-    """Most waiting requests."""
+    """Most waiting requests; beyond it 429, or a lower band loses its newest request."""
     bytes_max: Count = 1 << 30
     """Most bytes of waiting bodies, a part of body_bytes_total_max."""
     tokens_max: Count | None = None

@@ -61,7 +61,7 @@ class Backend:
         self._kind: tuple[tuple[str, ...], int | None] | None = None
         self._restored: KnownLimit | None = None
         self._published: int | None = None
-        self.served: frozenset[str] = frozenset()  # The model names of the last listing.
+        self.served: frozenset[str] = frozenset()  # The model names in the last `/v1/models` of the backend.
         self._adapters: frozenset[str] = frozenset()
         self._max_model_len: int | None = None
         self._resident = ResidentAdapters()

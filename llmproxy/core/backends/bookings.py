@@ -40,7 +40,7 @@ class Bookings:
         self.debit_tokens += debit_tokens
 
     def begin(self, lease: int) -> None:
-        """Records the first byte of a lease."""
+        """Records that the engine has started a lease: a stream has sent its first byte, or an answer arrived."""
         booking = self.by_lease[lease]
         if booking.request.stream and not booking.begun:
             booking.begun = True

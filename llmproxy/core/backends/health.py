@@ -60,7 +60,7 @@ class Hang:
     owed: int  # Requests that wait for a first byte.
     stopped: int  # Streams that stopped together, if that is the evidence.
     idle: bool = False  # Whether the gauges show none of the requests that were sent to the engine.
-    unanswered: bool = False  # Whether polls have no answer either.
+    unanswered: bool = False  # Whether the backend does not answer polls either.
     frozen: bool = False  # Whether scrapes show requests, and the counter of generated tokens does not increase.
 
     @property

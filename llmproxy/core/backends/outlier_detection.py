@@ -115,7 +115,7 @@ class OutlierDetection:
         stream.loads_ahead = len(backend.pending_loads)
 
     def committed(self, lease: int, now: float) -> None:
-        """Notes the first byte to the client."""
+        """Notes that the first byte of a stream, token or not, was sent to the client."""
         stream = self._streams.get(lease)
         if stream is not None and not stream.whole:
             self._first_byte(lease, stream, now)

@@ -14,7 +14,7 @@ from llmproxy.core.estimates.learning import follow_ratio, gain
 
 RATIO_MOST = 2.0  # An observation counts as at most this multiple of the mean, which so follows gradually.
 USUAL_GAIN = 0.05  # Weight of a new judgement in the usual speed, which reflects about the last twenty judgements.
-SLOW_SPAN_S = 1.0  # Maximum slow time that a judgement adds.
+SLOW_SPAN_S = 1.0  # Maximum time that one judgement adds to `BackendStreams.slow_s`.
 RECENT = 3  # Number of judgements whose median is the pace of a backend, because a single judgement may be chance.
 SLOW_WITHIN_S = 6.0  # Slow times add up for this time after the first slow time.
 
@@ -33,7 +33,7 @@ class BackendStreams:
     """
 
     pending_loads: PendingLoads  # Adapter loads for the unstarted streams.
-    begun_s: float  # When the backend got its first request.
+    begun_s: float  # Time at which the backend got its first request.
 
     # The engine as seen by readings.
     engine: StreamSpan = field(init=False)  # A virtual stream with all tokens that the readings count.
@@ -45,16 +45,17 @@ class BackendStreams:
     unseen: dict[int, StreamSpan] = field(default_factory=dict)  # No byte and no reading shows them; oldest first.
 
     # Streams by lease.
-    unstarted: dict[int, StreamSpan] = field(default_factory=dict)  # Streams without a byte, the oldest first.
+    # Streams that have sent no byte yet, the oldest first.
+    unstarted: dict[int, StreamSpan] = field(default_factory=dict)
     unstarted_tokens: float = 0.0  # Prompt tokens to compute for `unstarted`.
     unstarted_tokens_max: int = 0  # All prompt tokens of `unstarted`, as if nothing were cached.
-    started: dict[int, StreamSpan] = field(default_factory=dict)  # Streams with a byte.
-    whole: dict[int, StreamSpan] = field(default_factory=dict)  # Non-streamed answers that have not arrived.
+    started: dict[int, StreamSpan] = field(default_factory=dict)  # Streams that have sent a byte.
+    whole: dict[int, StreamSpan] = field(default_factory=dict)  # Non-streamed requests whose answers have not arrived.
     last_byte_s: float = -inf  # When a byte of any answer last arrived.
     ended_s: float = -inf  # When any request last ended.
 
     # Prefill time that may explain a silence.
-    computed_tokens: float = 0.0  # Prompt tokens computed so far.
+    computed_tokens: float = 0.0  # Uncached prompt tokens that the backend has computed so far.
     prompts_s: float = 0.0  # Time that prefill may have taken until `prompts_until_s`.
     prompts_until_s: float = -inf  # When the backend last had no unstarted stream, sent a first byte, or was fast.
     whole_tokens: int = 0  # Prompt tokens of the answers in `whole`.
@@ -62,9 +63,9 @@ class BackendStreams:
     whole_until_s: float = -inf
 
     # The current span: the least measured time divided by the predicted time, under three assumptions about prefill.
-    ratio: float = inf  # Prefill took the predicted time.
-    ratio_least: float = inf  # Prefill took the longest plausible time.
-    ratio_most: float = inf  # Prefill took no time.
+    ratio: float = inf  # If prefill took the predicted time.
+    ratio_least: float = inf  # If prefill took the longest plausible time.
+    ratio_most: float = inf  # If prefill took no time.
     # The judgements of earlier spans.
     usual: float = 1.0  # Usual `ratio`, averaged over `judgements`.
     judgements: int = 0
@@ -119,7 +120,7 @@ class StreamSpan(Struct, eq=False):
     backend: BackendStreams
     booked_s: float
     prompt_tokens: int
-    own_tokens: float  # Uncached tokens of its prompt.
+    own_tokens: float  # Uncached tokens of the stream's prompt.
     tokens_ahead: float  # Prompt tokens to compute before the first byte, with `own_tokens`, at the booking.
     since_s: float  # Start of the span.
     adapter: str | None

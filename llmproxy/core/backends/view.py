@@ -11,16 +11,16 @@ from llmproxy.core.domain import Reading, Role
 
 
 class View(Struct, frozen=True):
-    """Snapshot of one backend for policies."""
+    """The state of one backend at one moment, which placement policies get. It is replaced, never changed."""
 
     backend: str
     available: bool  # It is up, not drained, and either not ejected or due for a probe.
-    served: frozenset[str]  # The model names of the last listing.
+    served: frozenset[str]  # The model names in the last `/v1/models` of the backend.
     resident: frozenset[str]  # Adapters that are believed to be loaded.
     max_adapters: int | None
     max_model_len: int | None
     prompt_range: tuple[int, int] | None  # Configured range of prompt lengths in tokens; None means any length.
-    limit: int  # Sequences that may run at once.
+    limit: int  # Batch limit: sequences that the engine runs at once, divided among independent proxies.
     load: int  # Sequences in flight, including those of other clients, and slots reserved for decode stages.
     waiting: int  # Sequences that wait in the engine's queue for a place, at the last reading.
     kv_used: float  # KV cache usage (0..1), including prompts booked since the last reading.

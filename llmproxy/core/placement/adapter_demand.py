@@ -14,7 +14,7 @@ ADAPTERS_MAX = 1_024  # Bound of the remembered adapters, per backend and per po
 
 
 class Slots:
-    """The adapter slots of one backend."""
+    """The adapter slots of one backend: the requests that use them, and the history of their adapters."""
 
     def __init__(self) -> None:
         self.size: int | None = None  # Number of slots, None if unknown.

@@ -196,7 +196,11 @@ class CostPlacement(Placement):
     def _takes_prompts(
         self, views: Sequence[View], room: list[bool], band: int | None, ceiling: float, now: float
     ) -> list[bool]:
-        """Returns for each backend whether it has `room`, and takes prompts of `band` unless it is None."""
+        """Returns for each backend whether it has room and takes another prompt of `band`.
+
+        `room` says for each of `views` whether it has a free slot. If `band` is None, there is no prompt to compute,
+        and `room` is returned.
+        """
         if band is None:
             return room
         if now != self._claims_at_s:

@@ -45,7 +45,7 @@ class Unmatched(Struct):
     later: str = ""  # A full backend that one of these requests should wait for, "" for none.
     # (Model, excluded backends) -> requests with this many context tokens or more have no match.
     from_tokens: dict[tuple[str, frozenset[str]], int] = {}
-    # Requests that failed on backends before.
+    # Requests without a match that failed on other backends before.
     retries: list[Queued] = []
 
     def add(self, queued: Queued, why: NoMatch) -> None:

@@ -19,7 +19,7 @@ STALE = 10  # Observations of the pool after which a speed factor is computed ag
 FIRST_BYTES_OLD = 50  # Non-streamed answers teach the time of prompts after this many without a first byte.
 PROMPTS_MOST = 0.8  # Upper bound of the share of an answer's time spent on prompts; more is an error.
 LOAD_GUESS_S = 0.05  # Assumed load time of an adapter before the first observation.
-LOAD_GAIN = 0.1  # Least weight of the newest load time.
+LOAD_GAIN = 0.1  # Least weight of the newest load time in the mean of its tier.
 ATTENTION = 2e-5
 """Assumed attention: the time that one earlier token adds to a token, as a share of the token's own time. The sizes of
 models and the speed of devices give 1e-5 (70B) to 6e-5 (8B)."""
@@ -161,7 +161,7 @@ class LoadTimesByTier:
         return self._expected_s[-1]
 
     def at(self, tier: int) -> float:
-        """Returns the expected load time in seconds."""
+        """Returns the expected seconds to load an adapter of this tier (`TIERS`)."""
         return self._expected_s[tier]
 
     def learn(self, tier: int, took_s: float) -> None:

@@ -22,10 +22,10 @@ this kind, the first part is the name of the backend."""
 
 
 class _Open(Struct, eq=False):
-    """A request that has not ended."""
+    """A request that has not ended, with its reservation in the budgets of the day."""
 
-    names: tuple[str, ...]  # Its limits.
-    tokens: float  # Its expected tokens.
+    names: tuple[str, ...]  # The limits that count the request.
+    tokens: float  # The expected tokens that are still reserved.
     reached: bool = False  # Whether the request was sent to a backend.
 
 

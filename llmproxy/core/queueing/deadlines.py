@@ -104,7 +104,7 @@ class Deadlines:
         return due
 
     def clean(self) -> None:
-        """Drops the requests that are gone."""
+        """Frees the memory of requests that are gone."""
         for heap in self._heaps:
             heap.clean()
 

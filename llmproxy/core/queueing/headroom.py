@@ -38,7 +38,7 @@ class Headroom:
         self._count_used()
 
     def used(self, band: int, now: float) -> None:
-        """Records a request of `band`."""
+        """Records that a request of `band` arrived, so that the band is in use from now on."""
         if band not in self._used_s:
             self._used_s = {other: used_s for other, used_s in self._used_s.items() if self._lasts(used_s, now)}
             self._used_s[band] = now

@@ -41,7 +41,7 @@ orderings: Registry[Callable[[Settings], Ordering]] = Registry("ordering policy"
 
 @orderings.register("fcfs")
 class FcfsOrdering(Ordering):
-    """First come, first served."""
+    """Takes the request of a flow that arrived first."""
 
     def rank(self, request: Request, service_s: float) -> Rank:
         return Rank((0.0, request.arrived_s))

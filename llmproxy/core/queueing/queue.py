@@ -36,7 +36,7 @@ class Queued(Struct, eq=False):
     rank: Rank
     excluded: frozenset[str] = frozenset()  # Backends that already failed the request.
     due_s: tuple[float, float] = (inf, inf)  # Its deadlines on the two clocks of `Deadlines`.
-    key: Key = (0.0, 0.0)  # Its current sort key in the flow.
+    key: Key = (0.0, 0.0)  # The current sort key of the request in its flow.
     blocked_by: str | None = None  # The queue of `BlockedRequests` (usage limit or backend) in which it waits.
     on_hold: bool = False  # Whether it arrived while no backend that it may use was up.
     back_from: str | None = None  # The queue of `BlockedRequests` from which it went back to its flow.
@@ -137,7 +137,7 @@ class Band:
 
     @property
     def continued(self) -> int:
-        """The number of waiting rests of streams."""
+        """The number of waiting rests of broken streams."""
         return self._continued.size
 
     @property

@@ -46,9 +46,9 @@ class Rates(Protocol):
 
 @dataclass(slots=True)
 class _Account:
-    """A request that has not ended."""
+    """The charge of a request that has not ended."""
 
-    tokens: float  # Expected tokens.
+    tokens: float  # Expected tokens, charged on arrival.
     corrected: bool = False  # The real tokens of an attempt have been charged.
 
 

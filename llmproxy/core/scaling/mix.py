@@ -30,7 +30,7 @@ class SizeClass:
 
     seen: int = 0
     output_tokens: float = 0.0  # Mean output tokens of an answer.
-    output_squares: float = 0.0  # Mean of their squares.
+    output_squares: float = 0.0  # Mean of the squared output tokens of an answer.
     cached_share: float = 0.0  # Cached share of the prompt tokens, 0..1.
     block: int = 0  # Number of answers in the current block (`BLOCK`), with their sums below.
     block_tokens: float = 0.0
@@ -63,12 +63,12 @@ Sizes = Mapping[int, Count]
 
 
 def size_class(prompt_tokens: int) -> int:
-    """Returns the size class of a prompt."""
+    """Returns the size class of a prompt: the number of binary digits of its length in tokens."""
     return max(1, prompt_tokens).bit_length()
 
 
 class Tokens(NamedTuple):
-    """The work of some requests, in tokens."""
+    """The expected tokens of a number of requests, in sum."""
 
     requests: float
     prompt: float  # All prompt tokens.
@@ -117,9 +117,9 @@ class Mix:
         self.sizes: dict[int, SizeClass] = {}
         self._slots: dict[int, dict[int, Count]] = {}  # Slot number -> size class -> arrivals.
         self._windows: dict[tuple[int, int], _Window] = {}  # (Begin, end) seconds ago -> running sums.
-        self._counts: dict[int, Count] = {}  # The current slot.
+        self._counts: dict[int, Count] = {}  # Size class -> arrivals in the current slot.
         self._slot = -1  # The number of the current slot.
-        self.first_s: float | None = None  # First arrival.
+        self.first_s: float | None = None  # Time of the first arrival; None before it.
         self.ended = 0  # Answers learned from.
         self.restored = False
 
@@ -212,7 +212,7 @@ class Mix:
         return max(1.0, min(window_s + now % SLOT_S, now - first_s))
 
     def tokens(self, sizes: Sizes) -> Tokens:
-        """Returns the expected tokens of these requests."""
+        """Returns the expected tokens of requests of these sizes, by the answers of their size classes so far."""
         if not sizes:
             return NO_TOKENS
         requests = prompt = compute = before = output = held = 0.0

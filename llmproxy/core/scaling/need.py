@@ -45,7 +45,7 @@ class ReplicaFacts(Struct, frozen=True):
 
     up: bool
     limit: int | None  # Learned batch limit, None if none was learned.
-    kv_tokens: int | None  # Size of the KV cache.
+    kv_tokens: int | None  # Size of the KV cache in tokens, None if unknown.
     kv_used: float | None  # Usage of the KV cache (0..1).
     max_adapters: int | None = None
     pace: float = 1.0  # Speed relative to the usual replica.
@@ -61,7 +61,7 @@ class Demand(Struct, frozen=True):
     others: int  # Sequences in flight of lower bands.
     waiting: Sizes
     on_hold: int  # Requests on hold for a pool without replicas.
-    adapters: int  # Recently requested adapters.
+    adapters: int  # Number of different adapters requested in the last `ADAPTERS_S`.
     idle_s: float  # Seconds since the last request; 0 while any is in flight or waits.
     waited_s: float = 0.0  # Seconds for which at least one request has been waiting.
 
@@ -71,7 +71,7 @@ class Capacity(Struct, frozen=True):
 
     seats: float  # Maximum number of sequences at once.
     prompt_s: float  # Replica-seconds of a request's prompt.
-    output_s: float  # Replica-seconds of its answer.
+    output_s: float  # Replica-seconds of a request's answer.
     speeds: Mapping[str, float] = {}  # Backend -> speed relative to the usual replica.
 
     @property
@@ -95,13 +95,13 @@ class Need(Struct, frozen=True):
     """The number of replicas that a pool needs, and why."""
 
     desired: int  # Whole replicas, within the configured bounds.
-    need: float  # The number before rounding and bounds.
+    need: float  # The number of replicas before rounding and bounds.
     reason: str  # The largest term, or the bound or rule that decided.
     sure: bool  # Whether enough is known; otherwise the current number is kept.
     up: int
     terms: dict[str, float]  # Maps each term to its number of replicas.
-    prefill: float  # The work of prompts, in replicas.
-    decode: float  # The work of answers, in replicas.
+    prefill: float  # The part of the work that prompts need, in replicas.
+    decode: float  # The part of the work that answers need, in replicas.
     capacity: Capacity | None
     waiting: int  # Waiting requests.
     waiting_s: float  # Replica-seconds of the waiting requests.

@@ -25,7 +25,7 @@ STARTS_MIN, STARTS_KEPT = 3, 20
 
 
 class _Engine:
-    """Running totals of one backend process."""
+    """The load of one backend process so far, as sums over time."""
 
     __slots__ = ("area", "at_s", "prompt_tokens", "sequences")
 
@@ -68,7 +68,8 @@ class PoolScaling(LeaseObserver):
         self._asked_s: float | None = None  # The time of the last request.
         self._attention = 0.0
         self._learned_s = -inf  # The time of the last observation.
-        self._starts: deque[float] = deque(maxlen=STARTS_KEPT)  # Observed start times of replicas.
+        # Observed seconds from the start of a replica until it served.
+        self._starts: deque[float] = deque(maxlen=STARTS_KEPT)
 
     def reconfigure(self, settings: ScalingSettings) -> None:
         self._settings = settings

@@ -1,4 +1,4 @@
-"""Baselines by name."""
+"""Finds baselines by their names on the command line, with parameters."""
 
 from __future__ import annotations
 

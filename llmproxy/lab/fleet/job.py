@@ -38,13 +38,13 @@ class ServerJob:
     """A request at a replica. Times are the event loop's."""
 
     request: EngineRequest
-    # Called at the first token.
+    # Called when the first token of the answer exists.
     on_first: Callable[[], None]
     # Set after the last token, or fails with `Broken` or `TransferFailed`.
     ended: asyncio.Future[None]
     # Cached prompt tokens; None before the engine admits the request.
     hit_tokens: int | None = None
-    # None before the first token.
+    # Time of the first token; None before it.
     first_s: float | None = None
     # Whether the fault `reset` will cut the answer in mid-stream.
     cut_short: bool = False

@@ -70,7 +70,7 @@ class KvConnector:
             self._leases[kept] = self._loop.call_later(lease_s, self.release, kept)
 
     def hold(self, kept: KeptKv) -> None:
-        """Pins the blocks until they are released."""
+        """Pins the blocks without a lease, until `release` or a new `lease`."""
         if (lease := self._leases.pop(kept, None)) is not None:
             lease.cancel()
         if kept.reachable:

@@ -32,7 +32,7 @@ CEILED = ("critical", "default", "sheddable")  # The bands of `ceilings=1/0.95/0
 
 @dataclass(frozen=True, slots=True)
 class PolicyPlan:
-    """A policy that is ready to run."""
+    """All inputs of a run that depend on the policy."""
 
     name: str
     about: str

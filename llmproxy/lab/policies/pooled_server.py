@@ -42,7 +42,7 @@ class EngineWork(NamedTuple):
     prefill_tokens: float = 0.0
     prefill_squares: float = 0.0  # end² - first² of the prompt positions to compute.
     decode_tokens: float = 0.0
-    context_tokens: float = 0.0  # Context of all decoded tokens.
+    context_tokens: float = 0.0  # Tokens of context, summed over all decoded tokens.
     private_tokens: float = 0.0  # The part of `context_tokens` that needs KV cache, because no earlier request has it.
 
     def plus(self, other: EngineWork) -> EngineWork:

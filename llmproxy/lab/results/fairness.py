@@ -10,7 +10,7 @@ LOOK_EVERY_S = 1.0
 PROMPT_WEIGHT, OUTPUT_WEIGHT = 1.0, 2.0
 """Weights of prompt and output tokens in "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024)."""
 TENANTS_MAX = 40  # Maximum number of backlogged tenants that are compared: the number of pairs grows with its square.
-WINDOW_S = 60.0  # Window of the index of Jain.
+WINDOW_S = 60.0  # Length of the windows in which the index of Jain is computed.
 ADHERENCE_S = 300.0
 ADHERENCE_PARTS = 60
 ADHERENCE_LEAST = 20  # Fewer requests of a tenant in a window give no meaningful adherence.

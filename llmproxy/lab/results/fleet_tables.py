@@ -94,7 +94,7 @@ class Splits(NamedTuple):
         return [row for row in self.rows if row.kept >= most - NEAR]
 
     def advice(self, wanted: Wanted) -> str:
-        """Returns a sentence with the best division."""
+        """Returns a sentence that names the division with the most requests in time, and their share."""
         row = max(self.best, key=lambda one: one.kept)
         said = f"{_division(row)} {wanted} for {row.kept:.1%} of requests"
         return f"{said}, and no division for more." if len(self.best) == 1 else f"{said}; others are as good."

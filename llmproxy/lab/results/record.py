@@ -15,7 +15,7 @@ class Record:
     arrival: Arrival
     # The real arrival. In a closed loop it depends on earlier answers.
     arrived_s: float
-    # The band that the proxy uses.
+    # The band in which the proxy schedules the request.
     band: int
     outcome: Outcome = Outcome.INTERNAL
     ended_s: float = 0.0

@@ -146,7 +146,7 @@ class PredictionResult(_Model):
 
 
 class Point(NamedTuple):
-    """Identifies a run of one simulation."""
+    """The parameters that identify one run of a simulation."""
 
     policy: str
     seed: int
@@ -337,7 +337,7 @@ class Row(NamedTuple):
 
 
 class LoadPoint(NamedTuple):
-    """All policies at one load."""
+    """The figures of all policies at one load: an arrival rate and a cost of prompt tokens."""
 
     rate_scale: float
     prefill_scale: float

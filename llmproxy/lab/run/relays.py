@@ -151,7 +151,7 @@ class VirtualLock:
 
 @dataclass(slots=True)
 class LabMember:
-    """A proxy of the cluster."""
+    """A proxy with its membership and its connections."""
 
     proxy: LabProxy
     cluster: Cluster

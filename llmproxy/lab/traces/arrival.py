@@ -13,7 +13,7 @@ BASE_MODEL = "base"  # The name of the base model in every replay. A request for
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request of a trace."""
+    """A request of a trace: when it arrives, how long prompt and answer are, and who sends it."""
 
     # Seconds from the start of the trace.
     at_s: float

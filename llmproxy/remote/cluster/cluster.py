@@ -84,7 +84,7 @@ class Cluster:
 
     @property
     def _hello(self) -> Hello:
-        """The present Hello of this member."""
+        """The Hello that introduces this member to a leader, with its present state."""
         election = self._election
         candidate = not self._resigned and self.lock_error is None and election is not None and election.campaigning
         return replace(self.me, epoch=self.epoch, candidate=candidate)
@@ -114,7 +114,7 @@ class Cluster:
             self._send_hello()
 
     def reconfigured(self, config: str) -> None:
-        """Announces the hash of a new configuration."""
+        """Announces the hash of a new configuration (`config_hash`) to the leader, which warns if its own differs."""
         self.me = replace(self.me, config=config)
         self._send_hello()
 
@@ -170,7 +170,7 @@ class Cluster:
             await self._election.resign()
 
     async def close(self) -> None:
-        """Leaves the cluster."""
+        """Leaves the cluster: frees the lock if this member leads, and closes all connections to other members."""
         self.network.close()
         self._resigned = True
         await self._resign()

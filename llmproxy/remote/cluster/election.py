@@ -26,7 +26,7 @@ _log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Leadership:
-    """The holder of a lock."""
+    """The member that holds the lock, and so leads the cluster."""
 
     holder: str  # The id of the process; see `Cluster.id`.
     address: str
@@ -34,7 +34,7 @@ class Leadership:
 
 
 class LockStore(Protocol):
-    """A lock in a store."""
+    """The lock of a cluster in a store, Kubernetes or Valkey. Its holder is the leader."""
 
     @property
     def name(self) -> str: ...
@@ -96,7 +96,7 @@ class Election:
         self._last_bug: str | None = None
 
     async def run(self) -> None:
-        """Takes part in the election until cancelled."""
+        """Takes, renews and reads the lock, and calls `lead` or `follow` of the member, until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             self._wake.clear()

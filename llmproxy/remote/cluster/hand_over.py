@@ -73,7 +73,7 @@ class HandOver:
             yield self.learned
 
     def record(self, message: Balances | RateDebts | Learned, now: float) -> None:
-        """Stores an announcement of the leader."""
+        """Stores an announcement of the leader, which `restore` uses if this member becomes the leader."""
         match message:
             case Balances():
                 self.balances.record(message)
@@ -93,7 +93,7 @@ class HandOver:
 
 
 class AnnouncedBalances:
-    """The last announced balances of flows."""
+    """The last balances of flows that this member announced as leader, or received as follower."""
 
     def __init__(self) -> None:
         self.latest: dict[tuple[str, int], dict[str, float]] = {}  # (Pool, band) -> flow -> balance.
@@ -114,7 +114,7 @@ class AnnouncedBalances:
             yield from _balances(band, balances)
 
     def record(self, message: Balances) -> None:
-        """Stores an announcement of the leader."""
+        """Stores changed balances that the leader announced."""
         balances = self.latest.setdefault((message.pool, message.band), {})
         for flow, balance in message.flows.items():
             balances.pop(flow, None)
@@ -152,7 +152,7 @@ class AnnouncedRateDebts:
         yield from _debts(self.remaining(now))
 
     def record(self, message: RateDebts, now: float) -> None:
-        """Stores an announcement of the leader."""
+        """Stores changed debts that the leader announced. A debt of 0 removes the limit."""
         for limit, kind, debt_s in message.debts:
             self._refilled_s.pop((limit, kind), None)
             if debt_s > 0.0:

@@ -201,7 +201,7 @@ class LeaderConnection:
         return "the connection ended before an answer, as where only one of two members uses TLS"
 
     def set_refusal(self, why: str | None) -> None:
-        """Resolves `refusal`, unless it already is."""
+        """Resolves `refusal` with the reason, or None for a Welcome. Later calls change nothing."""
         if not self.refusal.done():
             self.refusal.set_result(why)
 

@@ -49,7 +49,7 @@ def reachable(host: str, port: int) -> str:
 
 
 class Network(Protocol):
-    """Connections between members."""
+    """Opens and accepts the connections between the members of a cluster."""
 
     async def listen(self, accepted: Callable[[], asyncio.Protocol]) -> str:
         """Accepts connections, each with a new protocol object. Returns the address of this member. Raises OSError."""

@@ -75,7 +75,7 @@ class WorkerLeasing(LeaseClient):
         return self.lasting(lambda call: messages.DirectRequest(call, backend), cut)
 
     def set_names(self, known: messages.KnownBackends) -> None:
-        """Replaces the names that this worker resolves."""
+        """Replaces the model names that this worker resolves without asking the scheduler process."""
         self._targets, self._unnamed = known.targets, known.unnamed
 
     def lost(self) -> None:

@@ -327,7 +327,7 @@ class WorkerSupervisor:
         self._changed()
 
     async def close_sockets(self) -> None:
-        """Stops accepting connections. Open connections stay."""
+        """Makes all workers stop accepting connections. Open connections stay."""
         self._closed = True
         self._changed()
         self._close_ours()

@@ -44,7 +44,7 @@ class Accounts(dict[str, Account]):
         return account
 
     def set_idle(self, flow: str) -> None:
-        """Marks `flow` as idle and used."""
+        """Marks `flow` as idle, and as the flow that was used last."""
         self.idle[flow] = None
         self.idle.move_to_end(flow)
         if len(self.idle) > IDLE_FLOWS_MAX:

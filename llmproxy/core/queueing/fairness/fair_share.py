@@ -1,4 +1,4 @@
-"""Weighted token fairness by virtual counters."""
+"""The fairness policy `fair_share`: weighted shares of tokens, by virtual counters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""First come, first served, over all flows."""
+"""The fairness policy `fcfs`: the request that arrived first goes next, whatever its flow."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether a step would do anything."""
+        """Whether `step` has work: it would compute tokens, or begin a transfer of KV blocks."""
         planned = self._ahead is not None and bool(self._ahead.fetches)
         return bool(self._running) or planned or (not self._blocked and len(self._live) > len(self._fetching))
 

@@ -88,7 +88,7 @@ class KvCache:
         return sum(map(self._freed.__contains__, blocks))
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Adds a user to cached blocks."""
+        """Counts one more user of these cached blocks, so that they are not evicted."""
         freed, holders = self._freed, self._holders
         free_before = len(freed)
         for block in blocks:

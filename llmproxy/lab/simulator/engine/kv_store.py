@@ -34,7 +34,7 @@ class KvStore:
         return sum(1 for _ in takewhile(self._stored.__contains__, hashes))
 
     def save(self, hashes: Sequence[int]) -> None:
-        """Stores computed blocks."""
+        """Adds the blocks with these hashes to the store, except known ones."""
         new = [one for one in hashes if one not in self._stored]
         if new:
             # A single appending write is never interleaved with the writes of other processes.

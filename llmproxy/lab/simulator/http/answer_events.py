@@ -17,7 +17,7 @@ from llmproxy.lab.simulator.server.requests import (
 
 
 class ResponsesAnswer(AnswerWriter):
-    """Writes `/v1/responses`. Its stream begins at acceptance, before any token, and has no end mark."""
+    """Writes answers of `/v1/responses`. A stream begins at acceptance, before any token, and has no end mark."""
 
     parse = staticmethod(responses_request)
 
@@ -114,7 +114,7 @@ class ResponsesAnswer(AnswerWriter):
 
 
 class MessagesAnswer(AnswerWriter):
-    """Writes `/v1/messages`, Anthropic's dialect."""
+    """Writes answers of `/v1/messages` in Anthropic's dialect."""
 
     parse = staticmethod(messages_request)
 

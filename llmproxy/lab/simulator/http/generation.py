@@ -27,7 +27,7 @@ STREAM_TYPE = "text/event-stream; charset=utf-8"
 
 
 class AnswerWriterType(Protocol):
-    """The class of an `AnswerWriter`."""
+    """The class of an `AnswerWriter`, which also parses the requests of its endpoint."""
 
     def __call__(self, generation: GenerationRequest, head: Head) -> AnswerWriter: ...
     def parse(self, body: Body, limits: Limits) -> GenerationRequest: ...
@@ -110,7 +110,7 @@ class _Exchange:
         self.sent = [_Sent() for _ in self.job.sequences]
 
     async def whole(self) -> web.StreamResponse:
-        """Sends the whole answer at its end."""
+        """Sends the answer as one JSON body, when its last token exists."""
         if self.service.faults.hits(FaultKind.STREAM_ERROR):
             raise engine_dead()
         self._submit()

@@ -26,7 +26,7 @@ class AnswerText(Protocol):
 
 
 class Words(AnswerText):
-    """Pseudo-words."""
+    """An answer of pseudo-words, which follow from the seed."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed

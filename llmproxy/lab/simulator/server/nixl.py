@@ -74,7 +74,7 @@ class NixlConnector:
         pacer.on_fetch, pacer.on_finished, pacer.on_abort = self._begin, self._lease, self._give_up
 
     def open(self, host: str, port: int) -> None:
-        """Sets the address for other replicas."""
+        """Sets the address at which other replicas reach this one. It is part of the transfer parameters."""
         self._address = "localhost" if host in ("0.0.0.0", "::", "") else host, port
 
     async def close(self) -> None:

@@ -115,7 +115,7 @@ class Pacer:
             job.notify()
 
     def abort(self) -> None:
-        """Ends all jobs with the reason `abort`."""
+        """Ends all jobs at once with the finish reason `abort`."""
         for job in self._all_jobs():
             self.drop(job)
             pairs = zip(job.progress, job.reasons, strict=True)

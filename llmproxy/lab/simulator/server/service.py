@@ -260,7 +260,7 @@ class Service:
             self._responses.popitem(last=False)
 
     def response(self, response_id: str) -> Body:
-        """Returns a stored response. Raises ApiError 404."""
+        """Returns the body of a stored response. Raises ApiError (404) for an unknown id."""
         try:
             return self._responses[response_id][0]
         except KeyError:
