@@ -76,7 +76,7 @@ class Config(Section):
     port: Annotated[Integer, Field(ge=0, le=65535)] = 8080
     """Port to listen on. 0: a free port."""
     workers: Annotated[Integer, Field(ge=1, le=64)] = 1
-    """Processes that relay requests. From two on, one more process schedules for all."""
+    """Number of processes that relay requests. From two on, one more process schedules for all."""
     tls: TlsConfig = TlsConfig()
     """Certificate and key for TLS on the client port."""
     clients: ClientsConfig = ClientsConfig()
@@ -120,11 +120,11 @@ class Config(Section):
     key_metrics: bool = False
     """Count requests by key too (llmproxy_key_requests_total)."""
     tracing: bool = False
-    """Send traces by OpenTelemetry, by its OTEL_* variables. Needs the extra otel."""
+    """Send traces of requests by OpenTelemetry, which reads the OTEL_* variables. Needs the extra otel."""
     state_file: str = Field(default="auto", examples=["/var/lib/llmproxy/limits.json"])
     """File of learned batch limits for the next start: auto (in the state directory), none, or a path."""
     usage: UsageConfig = UsageConfig()
-    """The use of tenants by day, which `/v1/usage` shows to them."""
+    """Tokens and requests of each tenant per day, which `/v1/usage` shows to the tenant."""
     plugins: tuple[Module, ...] = Field(default=(), examples=[["our_policies"]])
     """Python modules that are imported at the start, and register policies."""
     reload: Annotated[str, one_of(RELOADS)] = "watch"
@@ -134,7 +134,7 @@ class Config(Section):
     discovery: DiscoveryConfig = DiscoveryConfig()
     """Where further backends are looked up while the proxy runs."""
     cluster: ClusterConfig = ClusterConfig()
-    """A cluster of proxies that schedule as one."""
+    """Several proxies that share one queue and all limits, because one of them schedules the requests of all."""
     bands: dict[str, Integer] = Field(default_factory=dict, examples=[{"urgent": 50}])
     """Further bands, beside critical 100, default 0 and sheddable -100. Larger integers go first."""
     shared_limits: SharedLimitsConfig = SharedLimitsConfig()
@@ -156,7 +156,7 @@ class Config(Section):
     timeouts: TimeoutsConfig = TimeoutsConfig()
     """Timeouts of one attempt on a backend."""
     retry: RetryConfig = RetryConfig()
-    """Further attempts for a request after a failed one."""
+    """Further attempts on other backends after a failed attempt, and continued streams."""
     health: HealthConfig = HealthConfig()
     """When a backend gets no requests, because it is down or ejected."""
     poll: PollConfig = PollConfig()

@@ -33,7 +33,7 @@ class Reloaded:
 class Reread:
     """The file to watch, and the function that reads the configuration again."""
 
-    # Its state was marked as seen (`take`) before the first read.
+    # Watches the file. `take` was called before the first read, so a later change is noticed.
     file: WatchedFile
     # Reads and checks the configuration with the flags and variables of the start, on another thread. Raises
     # ConfigError.

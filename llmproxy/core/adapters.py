@@ -41,7 +41,7 @@ class AdapterPlan:
 
     change: AdapterChange
     backends: tuple[str, ...]  # The backends that get the change now.
-    joining: bool  # Backends that join the pool later get the change too.
+    joining: bool  # Whether backends that join the pool later get the change too.
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Report:
 
     change: AdapterChange
     replies: tuple[Reply, ...]
-    remembered: bool  # The change is sent again to backends that have not taken it.
+    remembered: bool  # Whether the change is sent again later to backends that have not accepted it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +80,13 @@ class AdapterState:
     name: str
     pool: str
     path: str | None  # None if the adapter is only to be unloaded.
-    joining: bool  # Backends that join the pool later get the adapter too.
+    joining: bool  # Whether backends that join the pool later get the adapter too.
     standings: tuple[AdapterOnBackend, ...]
 
 
 @dataclass(slots=True)
 class _Record:
-    """The changes of one adapter, with backends as keys."""
+    """The pending and accepted changes of one adapter, by backend."""
 
     pool: str
     wanted: dict[str, AdapterChange] = field(default_factory=dict)  # The change that each backend should take.

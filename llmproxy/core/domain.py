@@ -52,7 +52,7 @@ class Outcome(StrEnum):
 
 
 class Role(StrEnum):
-    """The work that a backend is configured for."""
+    """The stages of requests that a backend is configured to serve: prompts, answers or both."""
 
     BOTH = "both"  # Whole requests, prefill and decode stages.
     PREFILL = "prefill"  # Prompts whose answers other backends generate.
@@ -76,7 +76,7 @@ DECODE: Final = Stage.DECODE
 class RequestFacts(Struct, frozen=True):
     """The properties of a request that scheduling needs and that its body contains."""
 
-    model: str | None  # None if the body has no model, or a null or empty one.
+    model: str | None  # Requested model name; None if the body has no model, or a null or empty one.
     stream: bool = False
     prompt_bytes: int = 0  # UTF-8 bytes of the text that the engine tokenises, without images and audio.
     prompt_tokens: int | None = None  # Exact; None unless the prompt consists of token ids.
@@ -120,10 +120,10 @@ class Request(Struct, frozen=True):
     sequences: int = 1
     stream: bool = False
     tenant: str = ""
-    weight: float = 1.0  # Share of the flow among the flows of its band.
+    weight: float = 1.0  # Weight of the request's flow among the flows of the band.
     slo: Slo | None = None
     limits: tuple[str, ...] = ()  # Names of the usage limits (of the tenant and of the model) that count the request.
-    label: str = ""  # The id that the client and the log use.
+    label: str = ""  # The request id that the client gets (`x-request-id`) and that the log has.
     prefix: tuple[int, ...] = ()  # Chained hashes of the full blocks of the prompt.
     prefix_tokens: float = 0.0  # Approximate tokens per block of `prefix`.
     session: str | None = None  # Hash shared by the requests of one session.
@@ -131,7 +131,7 @@ class Request(Struct, frozen=True):
     splittable: bool = False  # Prefill and decode may run on two backends.
     stage: Stage = Stage.WHOLE
     prepared: bool = False  # See `RequestFacts.prepared`.
-    avoid: str = ""  # A backend that refused the request as busy; another backend is preferred.
+    avoid: str = ""  # Name of a backend that refused the request as busy, so another backend is preferred; "" for none.
     overflows: bool = False  # Whether an external backend may serve the request.
     # The rest of a stream that broke. The prompt includes the answer so far, and earlier attempts were charged for it.
     continued: bool = False
@@ -234,7 +234,7 @@ class Usage(Struct, frozen=True):
 
     prompt_tokens: int
     output_tokens: int
-    cached_tokens: int | None = None  # None if the engine does not report it.
+    cached_tokens: int | None = None  # Prompt tokens that the engine found in its prefix cache; None if unreported.
 
 
 class Price(Struct, frozen=True):
@@ -278,7 +278,7 @@ class Placed(Struct, frozen=True):
     ttft: Predicted | None = None  # As in `Price`; None without a prediction.
     tpot: Predicted | None = None
     answers_on: str | None = None  # Of a prefill stage: the backend that reserves a slot for the decode stage.
-    unsplit: bool = False  # The backends have roles, but this one serves the whole request.
+    unsplit: bool = False  # Whether the backend serves both stages, although some backends of the pool have roles.
 
 
 class Explained(Struct, frozen=True):
@@ -360,11 +360,11 @@ class GrantReason(Struct, frozen=True):
     waiting: tuple[tuple[int, int], ...]  # (band, waiting requests) from the highest band, including this request.
     flows: int  # Flows of the band with waiting requests, without rests of streams.
     standing: tuple[tuple[str, float], ...]  # Counters of the fairness policy for the flow.
-    passed_over: int  # Requests of the band that came first in order, but fitted on no backend.
+    passed_over: int  # Number of requests of the band that were next before this one, but fitted on no backend.
     guaranteed: bool = False  # Granted by the minimum share of the band, although a higher band waited.
     inverted: bool = False  # A waiting request of a higher band could have used the backend. This must never happen.
-    waited: Waited | None = None  # None for a request that did not wait.
-    probe: bool = False  # The backend was ejected, and the request tests whether it has recovered.
+    waited: Waited | None = None  # Why the request waited; None if it did not wait.
+    probe: bool = False  # Whether the request tests an ejected backend.
 
 
 class Grant(Struct, frozen=True):

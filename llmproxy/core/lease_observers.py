@@ -201,7 +201,7 @@ class TransferObserver(LeaseObserver):
 
 
 class LimitObserver(LeaseObserver):
-    """Counts leases and their tokens under usage limits."""
+    """Counts leases and their tokens toward the usage limits of tenants and models."""
 
     only_limited = True
 

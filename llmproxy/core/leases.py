@@ -26,7 +26,8 @@ class LeaseRecord(Struct, eq=False):
     answers_on: Backend | None = None  # Of a prefill stage: the backend with the reserved slot for the decode stage.
     prefilled_on: Backend | None = None  # Of a decode stage: the backend from which it fetches the KV blocks.
     started: bool = False  # The first token arrived.
-    on_old_process: bool = False  # Runs on a replaced process, so it does not end with the new process.
+    # Whether the lease runs on a replaced process, so it does not end with the new process.
+    on_old_process: bool = False
 
 
 class LeaseObserver:
@@ -36,29 +37,32 @@ class LeaseObserver:
     only_limited = False  # Whether it observes only requests with usage limits.
 
     def booked(self, lease: LeaseRecord, now: float) -> None:
-        """A request was granted a slot, and this lease begins."""
+        """Called when a request was granted a slot, and its lease begins."""
 
     def started(self, lease: LeaseRecord, event: Started, now: float) -> None:
-        """The first token of the answer arrived."""
+        """Called when the first token of the answer arrived."""
 
     def committed(self, lease: LeaseRecord, event: Committed, now: float) -> None:
-        """The first byte was sent to the client, so the request cannot move to another backend."""
+        """Called when the first byte was sent to the client, so the request cannot move to another backend."""
 
     def progress(self, lease: LeaseRecord, event: Progress, now: float) -> None:
-        """More tokens of the answer arrived."""
+        """Called when more tokens of the answer arrived."""
 
     def recomputing(self, lease: LeaseRecord, event: Recomputing, now: float) -> None:
-        """The decode stage computes the prompt itself instead of fetching its KV blocks."""
+        """Called when a decode stage computes the prompt instead of fetching the KV blocks."""
 
     def returned(self, lease: LeaseRecord, event: Returned, now: float) -> None:
-        """The attempt ended, and the lease is closed."""
+        """Called when the attempt ended, after the lease was closed."""
 
     def excuses(self, lease: LeaseRecord, verdict: Verdict, now: float) -> bool:  # noqa: ARG002
         """Returns whether the backend is not to blame for the end of a lease. Called before `returned`."""
         return False
 
     def process_gone(self, backend: str) -> None:
-        """The process behind `backend` is gone or replaced, or the backend left the pool. Leases on it may continue."""
+        """Called when the process behind `backend` is gone or replaced, or the backend left the pool.
+
+        Leases on the backend may continue.
+        """
 
 
 METHODS: Mapping[type[LeaseEvent], Callable[..., None]] = {
@@ -164,7 +168,11 @@ class Leases:
         answers_on: Backend | None = None,
         prefilled_on: Backend | None = None,
     ) -> int:
-        """Opens a lease and returns its number. The keyword arguments are fields of `LeaseRecord`."""
+        """Opens a lease for a granted request and returns the number of the lease.
+
+        Adds the request to the load of `backend`, and calls the observers. The keyword arguments are fields of
+        `LeaseRecord`.
+        """
         number = self._newest = next(self._serial)
         cold = request.adapter is not None and backend.needs_load(request.adapter)
         backend.book(number, request, now, placed.held_tokens)

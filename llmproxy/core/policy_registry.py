@@ -52,7 +52,7 @@ class Faults:
 
 
 def _place(fault: Exception) -> tuple[str, int]:
-    """Returns the file and the line that raised `fault`."""
+    """Returns the file and the line that raised `fault`, which tell exceptions apart."""
     trace = fault.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

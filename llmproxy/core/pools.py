@@ -51,7 +51,7 @@ from llmproxy.core.snapshot import (
     Snapshot,
 )
 
-HEALTH_EVENTS_MAX = 1_000  # Health events that wait for `take_health_events`; the oldest are dropped first.
+HEALTH_EVENTS_MAX = 1_000  # Maximum number of events in `Pools.health_events`. The oldest are dropped first.
 
 
 class Pools:
@@ -69,7 +69,11 @@ class Pools:
         make_placement: Callable[[], Placement],
         rates: Rates | None = None,
     ) -> None:
-        """Creates the pools. `backends` maps names to the configured `max_in_flight`; None to learn it."""
+        """Creates the pools, which are empty until the first polls of `backends`.
+
+        `backends` maps names to the configured `max_in_flight`; None to learn it. `make_placement` is called for each
+        new pool. Without `rates`, this process enforces the rate limits alone.
+        """
         self.settings = settings
         self._limit_divisor = 1
         self._make_placement = make_placement
@@ -305,7 +309,7 @@ class Pools:
         return lease
 
     def balances(self) -> dict[tuple[str, int], Mapping[str, float]]:
-        """Returns the flow balances per (pool, band), for the process that decides next."""
+        """Returns the balances of flows per (pool, band). A new leader or process continues with them."""
         return {
             (name, level): balances
             for name, scheduler in self.schedulers.items()
@@ -368,7 +372,7 @@ class Pools:
     # --- decisions -----------------------------------------------------------------------------------------------
 
     def decide(self, now: float) -> list[Decision]:
-        """Returns the decisions of all pools that are due."""
+        """Runs a scheduling pass in each pool where it is due, and returns the decisions of all pools."""
         decisions: list[Decision] = []
         if self._to_regroup:
             decisions += self._regroup(now)
@@ -430,7 +434,7 @@ class Pools:
         return {name: work_s for name, work_s in works if work_s is not None}
 
     def needs(self, now: float) -> dict[str, Need]:
-        """Returns the number of replicas that each pool needs."""
+        """Returns the number of replicas that each pool needs, by the pool's name, for `/scale` and metrics."""
         learned = self.learned(now)
         ceiling = self.settings.ceiling(self.settings.scaling.from_band)
         needs = {}

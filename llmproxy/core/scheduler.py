@@ -164,7 +164,7 @@ class Scheduler:
         return [(queued.request, queued.excluded) for queued in leaving]
 
     def drop_bound(self, backend: str) -> None:
-        """Drops the waiting requests that only `backend` may serve."""
+        """Drops the waiting requests that only `backend` may serve, because it left. Clients get `bad_request`."""
         for queued in [queued for queued in self._room.waiting.values() if queued.request.backend == backend]:
             self._shed.append(Drop(queued.request, Outcome.BAD_REQUEST, 0.0, self._room.leave(queued)))
 

@@ -42,7 +42,7 @@ class Parts(Struct, frozen=True):
 
 
 class Pass(Struct):
-    """One scheduling pass over a pool. `grant_all` adds its decisions to `decisions`."""
+    """A scheduling pass over one pool. `grant_all` adds its decisions to `decisions`."""
 
     parts: Parts
     now: float
@@ -51,7 +51,8 @@ class Pass(Struct):
     steps: int = 0  # Requests granted, blocked or readmitted so far, at most PASS_MAX.
     outdated: Sequence[Backend] = ()  # Backends booked last, whose views are refreshed before the next placement.
     blocked: bool = False  # No backend has room for any request.
-    guaranteed_none: set[int] = set()  # Bands whose requests fit nowhere, even by their minimum share.
+    # Bands whose requests fit on no backend, even within the minimum share of the band.
+    guaranteed_none: set[int] = set()
     retries: list[Queued] = []  # Requests that failed before, and found no backend in this pass.
 
     def grant_all(self) -> None:

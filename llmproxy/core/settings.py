@@ -17,7 +17,7 @@ BELOW_HIGHEST = 0.99  # Maximum ceiling of lower bands, as a share of the highes
 class CapacitySettings:
     """Bounds of the work in flight on a backend."""
 
-    initial_batch_limit: int  # Batch limit of an engine before it is learned.
+    initial_batch_limit: int  # Batch limit of an engine whose real limit is not yet learned.
     look_ahead: int | None  # Requests in flight above the limit, so that the engine never starves; None: learned.
     prompt_window_s: float | None  # Bound on the total estimated prefill time of a backend; None: no bound.
     kv_full_ratio: float  # KV cache usage (0..1] from which the cache counts as full.
@@ -37,7 +37,8 @@ class HealthSettings:
     ejected_ratio_max: float
     slow_start_s: float  # Time over which a recovered backend is brought to its limit.
     hung_s: float  # Silence that ejects a backend; inf for never.
-    slow_factor: float  # Slowdown relative to its earlier speed that ejects a backend; inf for never.
+    # Slowdown of a backend that ejects it: time per token divided by the backend's earlier time; inf for never.
+    slow_factor: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,8 @@ class External:
     models: frozenset[str]  # Names of models and adapters that it serves, as clients of the replicas request them.
     price_per_million_input: float
     price_per_million_output: float
-    only_above_wait_s: float  # Wait from which a request goes there although a replica is up; inf: never.
+    # Seconds after which a waiting request goes to the endpoint although a replica is up; inf: never.
+    only_above_wait_s: float
     max_per_day: float
     from_band: int
 

@@ -37,7 +37,7 @@ class BackendStatus:
     name: str
     url: str
     role: str
-    source: str  # The source that named its address: the configuration or a discovery source.
+    source: str  # Where the address of the backend was found: the configuration or a discovery source.
     state: str  # Administrative or health state.
     in_flight: int
     since_s: float  # When it joined or was last drained or undrained, on the clock of the event loop.
@@ -76,12 +76,12 @@ class BandSnapshot:
     ceiling: float
     min_share: float
     waiting: int  # Requests in flows and rests of streams, without the blocked ones.
-    blocked: Mapping[str, int]  # Requests per usage limit (or backend) that blocks them.
+    blocked: Mapping[str, int]  # Usage limit or backend -> number of requests that it blocks.
     flows: int  # Flows with waiting requests.
     shown: tuple[FlowSnapshot, ...]  # The first flows in the order of the fairness policy.
     places: int = 0  # Slots of the available backends for this band and lower bands; the rest is for higher bands.
     reason: WaitReason | None = None  # Why the first request waits; None if none waits.
-    continued: int = 0  # Of `waiting`: rests of streams that broke, which go before all flows.
+    continued: int = 0  # Number of rests of broken streams in `waiting`. They go before all flows.
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ class Position:
     ahead_in_flow: int | None
     waited_s: float
     left_s: float
-    blocked_by: str | None  # The usage limit or the backend that blocks it.
+    blocked_by: str | None  # The usage limit or the backend that blocks the request; None if it is not blocked.
     waited: Waited | None
 
 

@@ -141,7 +141,7 @@ def frame(messages: Iterable[Sendable]) -> bytes:
 
 
 class BrokenFrameError(Exception):
-    """Bytes that are not a frame of this protocol."""
+    """Raised for received bytes that are no frame of the protocol. The connection is then closed."""
 
 
 class Frames(Generic[MessageT]):

@@ -98,7 +98,7 @@ class CancelCall(Message, frozen=True, tag=5):
 
 
 class RequestEnded(Message, frozen=True, tag=10):
-    """Calls `Dispatcher.ended` for the request with this id."""
+    """A request has ended. The receiver calls `Dispatcher.ended`."""
 
     request_id: str
     met: bool | None
@@ -204,7 +204,7 @@ class ShutdownState(Message, frozen=True, tag=21):
 
 
 class LeaseGranted(Answer, frozen=True, tag=22):
-    """The `Grant` of one stage of a request; the answer to `Admit`."""
+    """The answer to `Admit`: the fields of the `Grant` for one stage of a request, and of its lease."""
 
     call: int
     stage: Stage
@@ -216,7 +216,7 @@ class LeaseGranted(Answer, frozen=True, tag=22):
 
 
 class CallRefused(Answer, frozen=True, tag=23):
-    """The answer to a call of any kind that failed."""
+    """The answer to a failed call of any kind: the fields of the `Refused` that was raised."""
 
     call: int
     outcome: Outcome
@@ -281,7 +281,7 @@ class Welcome(Message, frozen=True, tag=41):
 
 
 class NotLeader(Message, frozen=True, tag=42):
-    """The receiver of a Hello refuses it, or stops leading."""
+    """The receiver of a Hello refuses the member, or stops leading. `why` has the reason in words."""
 
     why: str
 
@@ -314,7 +314,7 @@ class Ping(Message, frozen=True, tag=46):
 
 
 class Members(Message, frozen=True, tag=47):
-    """The names of all members that have a session."""
+    """The names of all members that are connected to the leader, sent whenever they change."""
 
     names: tuple[str, ...]
 

@@ -35,7 +35,7 @@ CallT = TypeVar("CallT", messages.Admit, messages.Resolve, PageRequest, messages
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """The parts of this process that its clients use."""
+    """The parts of this process that a `LeaseServer` calls for its client."""
 
     dispatcher: Dispatcher  # Restores what clients report on a new link.
     leasing: Leasing  # Grants the leases: the dispatcher, or for workers of a cluster member, its link to the leader.
@@ -51,13 +51,14 @@ class _Lent(Struct, eq=False):
     """A lease that this process lent to the client, and the progress of the attempt under the lease."""
 
     lease: Lease
-    acknowledged: bool = False  # Without this, the lease ends when the connection is lost.
+    # Whether the client has confirmed the lease. An unconfirmed lease ends when the connection is lost.
+    acknowledged: bool = False
     started: bool = False
     committed: bool = False
 
 
 class LeaseServer:
-    """Serves the calls of one client process over successive links."""
+    """Serves the calls of one client process. After a lost connection, the client continues on a new link."""
 
     def __init__(self, services: Services, other: Callable[[FromWorker | FromMember], None]) -> None:
         """Creates the server of one client. `other` gets messages that do not concern leases."""
@@ -290,7 +291,7 @@ class LeaseServer:
     # --- resuming a client --------------------------------------------------------------------------------------------
 
     def _resume(self, resume: messages.Resume) -> None:
-        """Cancels calls that the client no longer reports."""
+        """Cancels calls of the lost connection that the client does not repeat on the new link."""
         self._reported.clear()
         for call, task in self._tasks.items():
             if call not in resume.waiting and call not in resume.running:

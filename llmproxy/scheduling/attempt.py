@@ -80,10 +80,10 @@ class Attempt(Struct, kw_only=True, omit_defaults=True):
     prefilled: bool = False  # Whether a prefill stage succeeded, so that the decode stage follows on another backend.
     unsplit: bool = False  # Whether the request should be retried without a split.
     split: Split | None = None  # Why a stage of a split request failed.
-    status: int | None = None  # HTTP status of the backend, None if it sent none.
+    status: int | None = None  # HTTP status of the backend's response, None without a response.
     message: str = ""  # The error message for the client.
     detail: str = ""  # More about the error, for the operator only, because it may contain addresses.
-    prompt_tokens: int | None = None  # The counts of the engine, None if it reported none.
+    prompt_tokens: int | None = None  # Token counts that the engine reported; None if it reported no usage.
     cached_tokens: int | None = None
     output_tokens: int | None = None
     # Tokens that are charged in addition to the reported ones, because the engine reported none or not all.

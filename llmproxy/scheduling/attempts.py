@@ -34,7 +34,8 @@ class Routing(Struct, kw_only=True, omit_defaults=True):
     computed: int = 0  # Engines that may have computed the request and gave no answer.
     # Seconds in the waiting room in all waits that ended with a lease; None before the first lease.
     queue_wait_s: float | None = None
-    queued_s: float | None = None  # The begin of a wait that goes on, or that ended without a lease.
+    # Time at which the last wait began. None if that wait ended with a lease, or before the first wait.
+    queued_s: float | None = None
     # How the stream was continued on another backend after it broke. Set by the caller with the first byte of the rest.
     continued: str | None = None
     not_continued: str | None = None  # Why a stream that broke was not continued, in words. Set by the caller too.

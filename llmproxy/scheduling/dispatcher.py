@@ -58,7 +58,8 @@ class Dispatcher:
     pools: Pools
     # Called after each scheduling pass with its duration in seconds.
     on_decision: Callable[[float], None] = lambda _: None
-    on_ejection: Callable[[str, EjectionEvent], None] = lambda *_: None  # Gets backends that were ejected or came back.
+    # Called with the name of a backend, and the event of its ejection.
+    on_ejection: Callable[[str, EjectionEvent], None] = lambda *_: None
     # Gets each request that had to wait and leaves without a backend, and why it waited.
     on_left: Callable[[Request, Waited], None] = lambda *_: None
     # Called after backends, their models or the drain may have changed, before the next pass.
@@ -70,7 +71,7 @@ class Dispatcher:
     # Whether waiting requests and further attempts are still granted; otherwise they are refused too.
     granting: bool = True
     granted: Counter[int] = field(default_factory=Counter)  # Band -> number of grants since the start.
-    inversions: int = 0  # Grants that a waiting request of a higher band could have used.
+    inversions: int = 0  # Number of grants since the start that a waiting request of a higher band could have used.
     # Request id -> the waiting request, and its lease in the future.
     _waiting: dict[str, tuple[Request, asyncio.Future[Lease]]] = field(default_factory=dict)
     _leases: dict[int, Lease] = field(default_factory=dict)
@@ -79,7 +80,7 @@ class Dispatcher:
     _cuts: PacedCalls = field(default_factory=PacedCalls)
     _closed: bool = False
     _timer: asyncio.TimerHandle | None = None
-    nameless: int = 0  # Requests in `resolve` that wait for a model name.
+    nameless: int = 0  # Number of requests in `resolve`. They wait until a backend lists their model name.
     _nameless_bytes: int = 0  # Body bytes of the requests in `nameless`.
     _unresolved: dict[str | None, _Unresolved] = field(default_factory=dict)
     _aliases: Aliases = field(init=False)  # The aliases at the last wake-up of `nameless` requests.

@@ -36,8 +36,8 @@ from llmproxy.scheduling.valkey import StoreError, ValkeyServer
 
 ANSWER_S = 0.5  # Timeout of a call, after which the store counts as away (unreachable).
 CONNECT_S = 3.0  # Timeout of a call to a store that is away or was never called. No request waits for such a call.
-RETRY_S = 1.0  # Interval of calls to a store that is away.
-LOOK_S = 5.0  # Interval of calls to an idle store, to notice that it is away.
+RETRY_S = 1.0  # Interval of calls to a store that cannot be reached, in seconds.
+LOOK_S = 5.0  # Interval of calls to an idle store in seconds, to notice that it cannot be reached.
 CORRECT_S = 0.1  # The longest time that corrections wait for a request whose call they can join.
 ASKS_MAX = 256
 CORRECTIONS_MAX = 1024  # Maximum number of corrections in a call. A larger call would block the store for milliseconds.
@@ -111,7 +111,7 @@ class SharedLimits:
         self._owed: dict[bytes, float] = {}
         self._wake = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
-        self.away: str | None = NOT_ASKED  # Why the store is away, None if it is reachable.
+        self.away: str | None = NOT_ASKED  # Why the store cannot be reached, None if it can.
         self.reconfigure(limits, 0.0)
 
     # --- for requests -------------------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ class SharedLimits:
     # --- the store ----------------------------------------------------------------------------------------------------
 
     async def connect(self) -> None:
-        """Calls the store until no charge waits, to learn whether it is reachable."""
+        """Calls the store until no charge waits. Sets `away` to None if it answers."""
         while await self._exchange():
             pass
 

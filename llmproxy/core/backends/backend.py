@@ -202,7 +202,7 @@ class Backend:
         self._changed()
 
     def timed_out(self, now: float) -> None:
-        """Records that a request of a poll got no answer in time."""
+        """Records that the backend did not answer a request of a poll within `poll.timeout_s`."""
         self.health.poll_timed_out(now)
         self._changed()
 
@@ -424,7 +424,7 @@ class Backend:
         self.cached_view = self._outline = None
 
     def make_view(self, now: float) -> View:
-        """Makes the view at `now` and caches it."""
+        """Replaces the cached view by the state at `now`."""
         outline = self._outline
         if outline is None or now >= self.view_until_s:
             outline = self._outline = self._make_outline(now)

@@ -254,7 +254,7 @@ class BatchLimit:
 
 
 class PoolMember(Protocol):
-    """The interface of a backend that `Exploration` needs."""
+    """The properties of a backend that `Exploration` reads."""
 
     @property
     def up(self) -> bool: ...

@@ -16,8 +16,8 @@ RESIDENT_ADAPTERS_MAX = 1_024  # Maximum of resident adapters for an engine that
 class Booking(Struct, eq=False):
     request: Request
     booked_s: float
-    started: bool = False  # The engine runs the request: a byte came, or readings show it.
-    begun: bool = False  # The request is a stream that has sent a byte.
+    started: bool = False  # Whether the engine runs the request, as a byte of the answer or a reading showed.
+    begun: bool = False  # Whether the request is a stream that has sent a byte.
 
 
 class Bookings:

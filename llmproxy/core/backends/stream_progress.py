@@ -16,7 +16,7 @@ RATIO_MOST = 2.0  # An observation counts as at most this multiple of the mean, 
 USUAL_GAIN = 0.05  # Weight of a new judgement in the usual speed, which reflects about the last twenty judgements.
 SLOW_SPAN_S = 1.0  # Maximum time that one judgement adds to `BackendStreams.slow_s`.
 RECENT = 3  # Number of judgements whose median is the pace of a backend, because a single judgement may be chance.
-SLOW_WITHIN_S = 6.0  # Slow times add up for this time after the first slow time.
+SLOW_WITHIN_S = 6.0  # Period, from the first slow span, in which the time of slow spans is added up.
 
 
 def follow_robustly(mean: float, observed: float, weight: float) -> float:
@@ -39,10 +39,11 @@ class BackendStreams:
     engine: StreamSpan = field(init=False)  # A virtual stream with all tokens that the readings count.
     reading: Reading | None = None  # The last reading.
     running_s: float = 0.0  # Sequence-seconds that the engine ran in the span of `engine`.
-    ran: bool = False  # Whether the engine ran throughout that span, as far as readings show.
+    ran: bool = False  # Whether readings show that the engine ran during the whole span of `engine`.
     generated_s: float = -inf  # When the counter of generated tokens last increased.
     paused_s: float = 0.0  # Seconds without an increase while the engine ran sequences.
-    unseen: dict[int, StreamSpan] = field(default_factory=dict)  # No byte and no reading shows them; oldest first.
+    # Requests without a byte that no reading has shown, oldest first.
+    unseen: dict[int, StreamSpan] = field(default_factory=dict)
 
     # Streams by lease.
     # Streams that have sent no byte yet, the oldest first.
@@ -71,12 +72,12 @@ class BackendStreams:
     judgements: int = 0
     slowness: float = 1.0  # The ratio at `judged_s`, divided by the usual ratio.
     judged_s: float = -inf
-    others_slowness: float = 1.0  # The same for the rest of the pool; at least 1.
+    others_slowness: float = 1.0  # Median of `slowness` of the other backends of the pool; at least 1.
     unexplained_s: float = 0.0  # The part of the span that the longest plausible prefill does not explain.
     span_since_s: float = -inf
     slow_s: float = 0.0  # Time for which the backend was too slow since `slow_since_s`.
     slow_since_s: float = -inf
-    doubted: bool = False  # The last observation was far above the usual one.
+    doubted: bool = False  # Whether the last observed time per token was far above the usual time.
     # The last pairs of `ratio` and `ratio_least`.
     recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
 
@@ -133,8 +134,9 @@ class StreamSpan(Struct, eq=False):
     prompts_s: float = 0.0
     last_byte_s: float = -inf  # When a byte of the stream last arrived.
     sequences: int = 1
-    whole: bool = False  # The answer is not streamed, and the span is the whole answer.
-    prepared: bool = False  # The engine must do more than tokenise before its gauges show the request.
+    whole: bool = False  # Whether the answer is not streamed. The span is then the whole answer.
+    # Whether the engine must do more than tokenise before it counts the request as running or waiting.
+    prepared: bool = False
 
     def begin(self, tokens: int, prompts_s: float, now: float) -> None:
         """Begins a span after `tokens` tokens of the answer."""

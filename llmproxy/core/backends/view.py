@@ -22,16 +22,17 @@ class View(Struct, frozen=True):
     prompt_range: tuple[int, int] | None  # Configured range of prompt lengths in tokens; None means any length.
     limit: int  # Batch limit: sequences that the engine runs at once, divided among independent proxies.
     load: int  # Sequences in flight, including those of other clients, and slots reserved for decode stages.
-    waiting: int  # Sequences that wait in the engine's queue for a place, at the last reading.
+    waiting: int  # Sequences in the engine's own queue at the last reading.
     kv_used: float  # KV cache usage (0..1), including prompts booked since the last reading.
     kv_tokens: int | None  # Size of the KV cache in tokens.
     look_ahead: int  # Sequences that may be in flight above `limit`.
     kv_full_ratio: float  # KV cache usage (0..1) from which the cache counts as full.
     reading: Reading | None  # The last reading, or None if it is stale.
-    warmth: float = 1.0  # Share (0..1] of its limit that the backend should get during slow start.
+    warmth: float = 1.0  # Share (0..1] of `limit` that the backend should get during slow start.
     highest_ceiling: float = 1.0  # Ceiling of the highest band.
     proven_load: int = 0  # Sequences that ran at once, here or on another engine of the pool; 0 if unknown.
-    prompt_window_s: float | None = None  # Bound on the prefill time of all its prompts; None: no bound.
+    # Most seconds of prefill that unfinished prompts on the backend may need in sum; None: no bound.
+    prompt_window_s: float | None = None
     probed: bool = False  # The backend is ejected, its pause is over, and one request is to test it.
     stream_probe: bool = False  # The probe request must be a stream.
     role: Role = Role.BOTH
@@ -46,7 +47,7 @@ class View(Struct, frozen=True):
         return 0 < self.proven_load <= self.load
 
     def slots(self, ceiling: float) -> int:
-        """The number of sequences that may be in flight under `ceiling`, including the look-ahead."""
+        """The number of sequences that may be in flight: share `ceiling` (0..1) of `limit`, and the look-ahead."""
         return slots_under(self.limit, ceiling, self.look_ahead, self.highest_ceiling)
 
     @property

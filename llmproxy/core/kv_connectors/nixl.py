@@ -24,7 +24,7 @@ class _Answer(Struct):
 
 
 class _Params(Struct):
-    """The required members of `kv_transfer_params`. vLLM 0.32 crashes if one of them is missing."""
+    """The required members of `kv_transfer_params`. vLLM 0.32 crashes if a member is missing."""
 
     do_remote_prefill: bool
     remote_engine_id: str

@@ -55,7 +55,8 @@ class InFlight(Struct, eq=False):
     rations_at: float = 0.0  # The objective of the stream in tokens per second; 0 without an objective that can be met.
     # Prompt tokens to fetch from the prefill backend; None after a failed transfer, which teaches nothing.
     fetched_tokens: int | None = 0
-    began_s: float | None = None  # When a non-streamed answer got its place in the batch; None before.
+    # Time at which a non-streamed request entered the batch of the engine, as predicted; None before.
+    began_s: float | None = None
     ahead_tokens: float = 0.0  # Weighted tokens of the prompts to compute at `began_s`, up to and including its own.
 
     @property
@@ -83,10 +84,12 @@ class BackendLoad:
         # Band -> (streams with an objective, sum of their objectives in tokens per second).
         self.rationing: dict[int, tuple[int, float]] = {}
         self.unstarted: dict[int, InFlight] = {}  # Lease -> prompts without a first byte, in the order of booking.
-        self._queued: dict[int, InFlight] = {}  # Lease -> requests that wait for a place in the full batch.
+        # Lease -> its request, for requests that wait because the batch is full.
+        self._queued: dict[int, InFlight] = {}
         self._plain = 0  # Non-streamed requests in `unstarted`.
         self._to_prefill_tokens = 0.0  # Weighted tokens in `unstarted` without the deferred prompts.
-        self._loading: dict[int, int] = {}  # Lease -> tier of the adapter that the engine loads for it.
+        # Lease -> tier of the adapter that the engine must load before it starts the request.
+        self._loading: dict[int, int] = {}
         # The current stretch: the prompts computed from `_began_s` to the last first byte, at `_spoke_s`. The other
         # values are their number, their tokens, and the tiers of their adapter loads.
         self._spoke_s = -1.0

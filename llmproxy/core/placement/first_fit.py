@@ -42,7 +42,7 @@ class Unmatched(Struct):
     The number of free slots only falls during a pass, so later requests of the same kind find no backend either.
     """
 
-    later: str = ""  # A full backend that one of these requests should wait for, "" for none.
+    later: str = ""  # A full backend that an unmatched request should wait for, "" for none.
     # (Model, excluded backends) -> requests with this many context tokens or more have no match.
     from_tokens: dict[tuple[str, frozenset[str]], int] = {}
     # Requests without a match that failed on other backends before.
@@ -191,7 +191,7 @@ def _at_only_backend(
 
 
 def limited(queued: Queued, limits: UsageLimits) -> Limited | None:
-    """Returns the usage limit for which the request must wait; None if there is none."""
+    """Returns the usage limit that is full, so the request must wait; None if no limit of the request is full."""
     limit = limits.full(queued.request) if queued.request.limits else None
     return None if limit is None else Limited(queued, limit)
 

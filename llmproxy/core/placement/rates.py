@@ -227,7 +227,11 @@ class PoolRates:
         speed.learn(self.prefill, tokens, took_s)
 
     def loaded(self, speed: SpeedFactor, tiers: Sequence[int], tokens: float, took_s: float) -> None:
-        """Learns that prompts of `tokens` (weighted) and adapters of these tiers took `took_s` together."""
+        """Learns load times of adapters.
+
+        A backend with the speed factor `speed` computed prompts of `tokens` (weighted) and loaded one adapter of each
+        of `tiers`, in `took_s` seconds together.
+        """
         loads_s = max(0.0, took_s - self.prefill.at(tokens) * speed.factor)
         expected_s = [self.loads.at(tier) for tier in tiers]
         each = loads_s / sum(expected_s) if sum(expected_s) > 0.0 else 0.0

@@ -16,7 +16,8 @@ from llmproxy.core.placement.policy import Placement, Quote
 from llmproxy.core.settings import Disaggregation, Splitting
 
 FAILURES_MAX = 3  # Consecutive failed transfers after which a backend gets no prefill stages for a pause.
-PAUSE_S, PAUSE_MAX_S = 5.0, 60.0  # The pause after failed transfers. Each further failure doubles it.
+# Pause of a backend after a failed transfer, in seconds. Each further failure doubles it, up to the maximum.
+PAUSE_S, PAUSE_MAX_S = 5.0, 60.0
 SURE_S = 0.005  # A split must be cheaper by this time, because estimates are no more exact and one call is simpler.
 
 

@@ -29,7 +29,8 @@ class BlockedRequests:
         self._sizes: dict[str, int] = {}
         self.size = 0
         self._by_band: Counter[tuple[int, str]] = Counter()
-        self._back: Counter[str] = Counter()  # Queue -> requests that went back to their flows and still wait there.
+        # Queue -> number of requests that went from it back to their flows and are not granted yet.
+        self._back: Counter[str] = Counter()
 
     def block(self, name: str, queued: Queued) -> None:
         queued.blocked_by = name

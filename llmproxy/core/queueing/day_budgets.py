@@ -38,7 +38,7 @@ class DayBudgets:
     def __init__(self, limits: Mapping[str, UsageLimit]) -> None:
         self._limits = _daily(limits)
         self._used: dict[RateName, float] = {}
-        # Open requests by their ids, and the sums that they reserve.
+        # Request id -> reservation of an open request.
         self._requests: dict[str, _Open] = {}
         self._reserved: dict[RateName, float] = {}
         # The number of processes that share the rest of each budget from the time when `_shared` was used.

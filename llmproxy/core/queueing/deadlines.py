@@ -25,7 +25,7 @@ class Deadlines:
         # Index 0 is the normal clock, and index 1 the hold clock.
         self._elapsed_s, self._heaps = [0.0, 0.0], (_deadlines(0), _deadlines(1))
         self._running = 0  # The clock that runs.
-        self._since_s: float | None = None  # When it was started; None before the first start.
+        self._since_s: float | None = None  # Time at which the running clock was started; None before the first start.
         # Requests that entered after the last call of `due`, and those before it that are in no heap yet. Most requests
         # leave in the pass after their arrival, so only the others are put into the heaps.
         self._entered: list[Queued] = []

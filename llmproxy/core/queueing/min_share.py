@@ -19,7 +19,7 @@ class MinShares:
         self.reconfigure(shares)
 
     def reconfigure(self, shares: Mapping[int, float]) -> None:
-        """Applies new shares. A band that still has a share keeps its credit."""
+        """Applies new minimum shares (band -> 0..1). A band that still has a share keeps its credit."""
         self.shares = {band: share for band, share in shares.items() if share > 0.0}
         self._credits = {band: self._credits.get(band, 0.0) for band in self.shares}
 

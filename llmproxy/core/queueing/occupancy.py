@@ -106,7 +106,7 @@ class Occupancy:
         return self._since_s[request.band][request.id]
 
     def longest_s(self, now: float) -> dict[int, float]:
-        """Maps bands to the longest wait of their requests."""
+        """Maps each band with waiting requests to the longest present wait in the band, in seconds."""
         return {band: now - next(iter(since_s.values())) for band, since_s in self._since_s.items() if since_s}
 
     def check(self) -> None:

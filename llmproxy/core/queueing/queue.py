@@ -37,10 +37,12 @@ class Queued(Struct, eq=False):
     excluded: frozenset[str] = frozenset()  # Backends that already failed the request.
     due_s: tuple[float, float] = (inf, inf)  # Its deadlines on the two clocks of `Deadlines`.
     key: Key = (0.0, 0.0)  # The current sort key of the request in its flow.
-    blocked_by: str | None = None  # The queue of `BlockedRequests` (usage limit or backend) in which it waits.
-    on_hold: bool = False  # Whether it arrived while no backend that it may use was up.
-    back_from: str | None = None  # The queue of `BlockedRequests` from which it went back to its flow.
-    later: str = ""  # A full backend that it waits for, "" for none.
+    # The queue of `BlockedRequests` (usage limit or backend) that contains the request; None if it is in its flow.
+    blocked_by: str | None = None
+    on_hold: bool = False  # Whether the request arrived while none of its backends was up.
+    # The queue of `BlockedRequests` from which the request went back to its flow; None if it never was in one.
+    back_from: str | None = None
+    later: str = ""  # A full backend that the request waits for, "" for none.
     gone: bool = False
 
 

@@ -63,7 +63,7 @@ class UsageLimits:
                 raise
 
     def full(self, request: Request) -> str | None:
-        """Returns the in-flight limit that makes `request` wait; None if there is none."""
+        """Returns the first reached in-flight limit of `request`, such as `tenant:acme`; None without one."""
         for name in request.limits:
             if not self.free(name):
                 return name

@@ -127,7 +127,7 @@ class WaitingRoom:
         self.bands[request.band].push(queued, now)
 
     def leave(self, queued: Queued) -> Waited | None:
-        """Removes a request. Returns why it waited, None if no decision made it wait."""
+        """Removes a request. Returns why it waited, None if no scheduling pass made it wait."""
         request = queued.request
         # Most requests do not wait, so `waited` is rarely called.
         waited = self.waited(queued) if self._wait_reasons or queued.back_from or queued.blocked_by else None
@@ -147,7 +147,7 @@ class WaitingRoom:
         self._wait_reasons[level] = now, reason
 
     def waited(self, queued: Queued) -> Waited | None:
-        """Returns why a request waits; None as long as no decision made it wait."""
+        """Returns why a request waits, for log and debug pages; None as long as no scheduling pass made it wait."""
         since_s = self._occupancy.since_s(queued.request)
         line = queued.blocked_by or queued.back_from
         if line is None:
@@ -188,7 +188,7 @@ class WaitingRoom:
         self.blocked.block(limit, self._copy(queued))
 
     def refresh(self, now: float) -> None:
-        """Applies ranks that have changed with time, and returns blocked requests to their flows."""
+        """Sorts requests again whose ranks have changed with time, and moves blocked requests back to their flows."""
         if self.blocked.size:
             self.readmit(now)
         for band in self.bands.values():

@@ -22,7 +22,7 @@ GUESS_SEQUENCE = 0.005
 GUESS_TOKEN = 0.003  # Guesses of both slopes, as shares of `base_s`.
 SLOPE_MAX = 0.25  # Maximum of a slope as a share of `base_s`, because every step reads all weights.
 ROUNDS = 3
-RESTORED_STEPS = 100 * STEPS_MAX  # Largest weight of the sums of an earlier process.
+RESTORED_STEPS = 100 * STEPS_MAX  # Largest weight, in engine steps, of sums that another process learned.
 
 
 class StepLine(Struct, frozen=True):
@@ -66,7 +66,10 @@ class StepCurve:
         return True
 
     def learn(self, steps: float, took_s: float, sequences: float, prompt_tokens: float, now: float) -> None:
-        """Learns from `steps` in `took_s` with a mean of `sequences`, while `prompt_tokens` were computed."""
+        """Learns the time of a step: an engine ran `steps` steps in `took_s` seconds.
+
+        `sequences` is the mean number of running sequences, and `prompt_tokens` were computed in the same time.
+        """
         sums, passed_s = self._sums, now - self._at_s
         if passed_s >= FORGET_EVERY_S:
             keep = 0.5 ** (passed_s / HALF_LIFE_S)

@@ -20,7 +20,7 @@ BLOCK = 10  # Answers in a block. A block that clearly differs replaces the mean
 BLOCK_SIGMAS = 3.0
 RESTORED_MAX = 50  # Largest weight, in answers, of a size class that an earlier process learned.
 SIZES_MAX = 64
-SLOT_S = 5  # Arrivals are counted in slots of this length. All windows are multiples of it.
+SLOT_S = 5  # Length in seconds of the slots in which arrivals are counted. All windows are multiples of SLOT_S.
 HISTORY_SLOTS = HISTORY_S // SLOT_S
 
 

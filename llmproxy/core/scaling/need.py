@@ -31,7 +31,7 @@ from llmproxy.core.settings import ScalingSettings
 
 MARGIN = 0.8  # The share of an objective per output token that may be planned with, because batches vary.
 KV_MARGIN = 0.9  # The share of a KV cache to plan with. An engine with a full cache preempts answers.
-AHEAD_MAX = 0.6  # The largest share that a trend adds to the work.
+AHEAD_MAX = 0.6  # Rising arrivals add at most this share of the work for the start time of a replica.
 ASK_S = 15.0  # The interval at which an autoscaler reads the number, which delays new replicas.
 SIGMAS = 2.0  # A change by more standard deviations of a Poisson process than this is not chance.
 ENDED_MIN = 30  # Number of answers after which the computed number of replicas is trusted.
@@ -50,7 +50,7 @@ class ReplicaFacts(Struct, frozen=True):
     max_adapters: int | None = None
     pace: float = 1.0  # Speed relative to the usual replica.
     for_prompts: bool = False  # Whether it is a prefill replica.
-    full: bool = False  # Whether it has no room for another request of `from_band` or above.
+    full: bool = False  # Whether the replica has no room for another request of `from_band` or above.
     backend: str = ""
 
 
@@ -96,10 +96,10 @@ class Need(Struct, frozen=True):
 
     desired: int  # Whole replicas, within the configured bounds.
     need: float  # The number of replicas before rounding and bounds.
-    reason: str  # The largest term, or the bound or rule that decided.
+    reason: str  # Name of the largest of `terms`, or of the bound or rule that decided.
     sure: bool  # Whether enough is known; otherwise the current number is kept.
     up: int
-    terms: dict[str, float]  # Maps each term to its number of replicas.
+    terms: dict[str, float]  # Name of each term, such as the work, -> the replicas that it asks for.
     prefill: float  # The part of the work that prompts need, in replicas.
     decode: float  # The part of the work that answers need, in replicas.
     capacity: Capacity | None
@@ -156,7 +156,10 @@ def replica_capacity(
 
 
 def _largest_batch(tpot_s: float, line: StepLine, prompt_s: float, tokens: float, most: float) -> float:
-    """Returns the largest batch, at most `most`, in which output tokens meet the objective."""
+    """Returns the largest number of sequences, at most `most`, with which output tokens meet the objective `tpot_s`.
+
+    A request takes `prompt_s` for its prompt and generates `tokens`. `line` predicts the time of a step.
+    """
     seats = min(most, 1e6)
     for _ in range(TURNS):
         output_s = tokens * line.at(seats) / seats
@@ -238,7 +241,10 @@ def _seconds(some: Tokens, came: Tokens, capacity: Capacity) -> tuple[float, flo
 
 
 def _work(mix: Mix, came: Tokens, capacity: Capacity, now: float) -> tuple[float, float]:
-    """Returns (replica-seconds that arrive per second, their part for prompts)."""
+    """Returns the work that arrives per second in replica-seconds, and the part of prompts in this work.
+
+    Both are means over LONG_S, or over SHORT_S if the work of the last seconds is clearly larger.
+    """
     per_s = came.requests / mix.span_s(now, LONG_S)
     work, prefill = per_s * capacity.request_s, per_s * capacity.prompt_s
     # The mix of the last seconds may differ from the mix of the last minutes.
@@ -274,7 +280,7 @@ def _bounded(desired: int, reason: str, settings: ScalingSettings) -> tuple[int,
 
 
 def mean_known(values: Iterable[int | None], otherwise: float) -> float:
-    """Returns the mean of the values that are not None, or `otherwise` without any."""
+    """Returns the mean of the values that are not None, or `otherwise` if all are None."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else otherwise
 

@@ -43,7 +43,8 @@ class _Engine:
         return self.area
 
 
-_Begun = tuple[_Engine, float, float, float]  # (Engine, its `area`, its `prompt_tokens`, time) when a request was sent.
+# State when a request was sent: engine, the engine's `area` and `prompt_tokens`, and the time.
+_Begun = tuple[_Engine, float, float, float]
 
 
 class PoolScaling(LeaseObserver):
@@ -54,16 +55,19 @@ class PoolScaling(LeaseObserver):
         self.mix = Mix()
         self.curve = StepCurve()
         self._engines: dict[str, _Engine] = {}
-        self._begun: dict[int, _Begun] = {}  # Lease -> totals of its engine at its begin.
-        self.waiting: dict[str, tuple[int, Count]] = {}  # Waiting request -> prompt tokens, count of its class.
+        self._begun: dict[int, _Begun] = {}  # Lease -> totals of the engine when the lease began.
+        # Id of a waiting request -> its prompt tokens, and the count of waiting requests of its size class.
+        self.waiting: dict[str, tuple[int, Count]] = {}
         self._waiting_since_s = 0.0  # The time since which at least one request waits.
         self._sizes: dict[int, Count] = {}  # Size class -> its waiting requests.
         self._usual_limit: float = UNPUBLISHED  # Mean learned batch limit, kept after the last replica is gone.
         self._running = self._others = 0  # Sequences in flight from `from_band` on, and of lower bands.
         self._on_hold = 0  # Requests on hold while the pool has no replica.
         self._joined: list[PoolScaling] = []  # Pools that became part of this one and still have requests in flight.
-        self._adapters: OrderedDict[str, float] = OrderedDict()  # Adapter -> its last request, the oldest first.
-        self._tpot_s: float | None = None  # Mean objective per output token of the requests with one.
+        # Adapter -> time of its last request, the oldest first.
+        self._adapters: OrderedDict[str, float] = OrderedDict()
+        # Mean objective in seconds per output token, over requests that have such an objective; None before the first.
+        self._tpot_s: float | None = None
         self._tpots = 0  # Number of these requests.
         self._asked_s: float | None = None  # The time of the last request.
         self._attention = 0.0
@@ -92,7 +96,7 @@ class PoolScaling(LeaseObserver):
         )
 
     def replica_started(self, took_s: float) -> None:
-        """Records that a new replica served `took_s` after its start."""
+        """Records that a new replica began to serve `took_s` after its start."""
         self._starts.append(took_s)
 
     @property
@@ -210,7 +214,11 @@ class PoolScaling(LeaseObserver):
     # --- the number ----------------------------------------------------------------------------------------------
 
     def need(self, learned: Learned | None, replicas: Sequence[ReplicaFacts], kv_full_ratio: float, now: float) -> Need:
-        """Returns the number of replicas that the pool needs now."""
+        """Returns the number of replicas that the pool needs now, with the reason.
+
+        `replicas` are all known replicas of the pool. `learned` is None if the placement learns no speeds.
+        `kv_full_ratio` is the KV cache usage (0..1) from which an engine is full.
+        """
         if learned is not None:
             self._attention = learned.prefill_attention
         while self._adapters and next(iter(self._adapters.values())) < now - ADAPTERS_S:

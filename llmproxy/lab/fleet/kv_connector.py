@@ -29,7 +29,7 @@ class KeptKv:
 
 
 class KvConnector:
-    """The KV connector of one server. It calls `before` and `after` around each change of the engine."""
+    """The KV connector of one server. `before` is called before each change of the engine, and `after` after it."""
 
     def __init__(
         self, times: KvTransfer, loop: asyncio.AbstractEventLoop, before: Callable[[], None], after: Callable[[], None]

@@ -64,7 +64,11 @@ class Hpa:
         return self.replicas
 
     def _stabilised(self, wanted: int, now: float) -> int:
-        """Scales down to the largest number wanted in the down window, or up to the smallest in the up window."""
+        """Returns the number of replicas after the stabilisation windows of the HPA; `wanted` is the present wish.
+
+        A smaller number is raised to the largest wish of the last `down_window_s`, a larger one is reduced to the
+        smallest wish of the last `up_window_s`.
+        """
         rules = self._rules
         self._wanted.append((now, wanted))
         while self._wanted[0][0] < now - max(rules.up_window_s, rules.down_window_s):

@@ -48,7 +48,8 @@ class Cluster:
         self._standalone = StandaloneMode(dispatcher, leasing)
         self._standalone_after_s = standalone_after_s
         self.incoming: set[IncomingConnection] = set()
-        self.refused: dict[str, str] = {}  # Host -> last reason of refusal, so that each is logged once.
+        # Host of a refused member -> the last logged reason, so that each reason is logged once.
+        self.refused: dict[str, str] = {}
         self._loop = asyncio.get_running_loop()
         self.epoch = 0
         self.leadership: Leadership | None = None
@@ -56,10 +57,11 @@ class Cluster:
         self.sessions: MemberSessions | None = (
             None  # The sessions of all members; None while this member does not lead.
         )
-        self.lock_error: str | None = None  # Why the lock store cannot be reached; None while it can.
+        self.lock_error: str | None = None  # Why the lock store cannot be reached; None if the last call succeeded.
         self.leader_changes = 0  # How often this member began to lead or to follow a leader.
         self.last_gap_s: float | None = None  # How long this member had no leader before the current leader.
-        self._expected: frozenset[str] = frozenset()  # Members that report before a new leader decides.
+        # Names of members that a new leader waits for. They report requests and leases before it grants any.
+        self._expected: frozenset[str] = frozenset()
         self._until_s = -inf
         self._resume_timer: asyncio.TimerHandle | None = None  # Set while a new leader waits for members to report.
         self._leader_lost_s = self._loop.time()
@@ -155,7 +157,10 @@ class Cluster:
         return None if self.has_leader or self._dialer.failure is None else self._dialer.failure[1]
 
     def begin_shutdown(self) -> None:
-        """Resigns as soon as another member can lead. Requests of this member continue."""
+        """Begins to leave the cluster: a leader resigns as soon as another member can lead.
+
+        Requests of this member continue, under the new leader.
+        """
         self._leaving = True
         self._leave()
 
@@ -288,7 +293,7 @@ class Cluster:
             self._resume_timer = None
 
     def stored(self, stored: messages.ResponseStored, by: LeaseServer) -> None:
-        """Records a stored response as `MemberSessions.stored`, if this member leads."""
+        """Records the owner of a stored response and announces it to all members, if this member leads."""
         if self.sessions is not None:
             self.sessions.stored(stored, by)
 
@@ -297,14 +302,17 @@ class Cluster:
             self.sessions.changed()
 
     def raise_epoch(self, epoch: int) -> None:
-        """Raises the epoch (`Election.raise_epoch`): another member leads, or the store has lost its data."""
+        """Makes this member take the lock again with an epoch above `epoch`.
+
+        Called when a member knows a higher epoch than this leader, because the store has lost its data.
+        """
         assert self._election is not None
         self._election.raise_epoch(epoch)
 
     # --- member side --------------------------------------------------------------------------------------------------
 
     def welcomed(self, connection: LeaderConnection, welcome: Welcome) -> None:
-        """Follows a leader that has welcomed this member."""
+        """Follows the leader at the other end of `connection`, which has accepted this member."""
         if welcome.epoch < self.epoch or self.is_leader:
             # A former leader that has not noticed its successor yet.
             connection.set_refusal("another member leads by now")

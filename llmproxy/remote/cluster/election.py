@@ -47,10 +47,10 @@ class LockStore(Protocol):
         """
 
     async def holder(self) -> Leadership | None:
-        """Returns the holder of the lock; None if it is free. Raises StoreError."""
+        """Returns the holder of the lock; None if the lock is free. Raises StoreError if the store cannot be read."""
 
     async def release(self, holder: str) -> None:
-        """Frees the lock if `holder` has it. Raises StoreError."""
+        """Frees the lock if `holder` has it. Raises StoreError if the store cannot be reached."""
 
     async def close(self) -> None: ...
 

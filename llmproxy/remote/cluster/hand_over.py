@@ -15,7 +15,7 @@ FLOWS_MAX = 4096  # The maximum number of flows in a message, so that the messag
 FLOWS_KNOWN_MAX = 50_000  # Flows of one band that a member remembers. Others start anew under the next leader.
 RATES_MAX = 4096  # The maximum number of rate limits in a message, so that the message fits into a frame.
 RATES_KNOWN_MAX = 50_000  # Rate limits that a member remembers. Others count as unused.
-SAME_S = 0.001  # Debts that end less than this apart are equal: the difference is rounding.
+SAME_S = 0.001  # In seconds. Debts whose ends differ by less are equal: the difference is rounding.
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class HandOver:
         return Learned(learned.limits, announced | learned.capacities)
 
     def full_state(self, now: float) -> Iterator[Message]:
-        """Yields the whole state, for a member that joins."""
+        """Yields all state that a leader announces, for a member that joins."""
         yield from self.balances.full_state()
         yield from self._rate_debts.full_state(now)
         if self.learned is not None:

@@ -178,7 +178,7 @@ class LeaderConnection:
             TO_MEMBER, lambda message: handle(self, message), lambda: lost(self, self._end_reason()), local=False
         )
         self.refusal: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-        """None once the leader has welcomed this member, else the reason why not."""
+        """Resolves to None when the leader has accepted this member, or to the reason of a refusal."""
 
     async def open(self, network: Network, me: Hello) -> str | None:
         """Connects, and waits for the Welcome. Returns None on success, else the reason of the failure."""
@@ -207,13 +207,16 @@ class LeaderConnection:
 
 
 class Dialer:
-    """Connects to the holder of the lock, in one attempt at a time."""
+    """Connects this member to the leader, the holder of the lock. Makes one attempt at a time."""
 
     def __init__(
         self, network: Network, hello: Callable[[], Hello], handle: Callable[[LeaderConnection, ToMember], None],
         lost: Callable[[LeaderConnection, str], None],
     ) -> None:  # fmt: skip
-        """Creates a dialer. `hello` returns the Hello of this member."""
+        """Creates a dialer. `hello` returns the Hello of this member, and `handle` gets each message of the leader.
+
+        `lost` is called when a connection to a leader is closed.
+        """
         self._network = network
         self._hello = hello
         self._handle = handle

@@ -113,7 +113,7 @@ class MemberSessions:
         self._differing: set[str] = set()
 
     def join(self, hello: Hello, sender: Sender) -> MemberSession:
-        """Attaches a member that has connected or reconnected, and sends it the leader's state."""
+        """Opens or resumes the session of a member that has connected, and sends the leader's state to the member."""
         me, session = self._me(), self.by_name.get(hello.name)
         if session is not None and session.hello.incarnation != hello.incarnation:
             session.end()
@@ -147,7 +147,7 @@ class MemberSessions:
         self.send_all(Members(tuple(sorted(self.by_name))))
 
     def have_resumed(self, expected: Collection[str]) -> bool:
-        """Returns whether all these members have reported their requests and leases."""
+        """Returns whether all members with these names have connected and reported their requests and leases."""
         return all(name in self.by_name and self.by_name[name].server.resumed for name in expected)
 
     def candidates(self) -> list[str]:

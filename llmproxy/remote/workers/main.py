@@ -48,7 +48,7 @@ _log = structlog.get_logger()
 
 
 class WorkerLeasing(LeaseClient):
-    """A `Leasing` that calls the scheduler process. It resolves known names itself."""
+    """A `Leasing` that calls the scheduler process. Known model names are resolved in the worker."""
 
     def __init__(self, link: Link[messages.ToWorker], backends: Container[str]) -> None:
         super().__init__(backends)
@@ -96,7 +96,7 @@ class RemoteEstimator(Estimator):
 
 
 class RemoteExits:
-    """An `ExitSink` that forwards everything to the scheduler process."""
+    """Sends ended requests, ended attempts and counts of lost log lines to the scheduler process."""
 
     def __init__(self, link: Link[messages.ToWorker]) -> None:
         self._link = link

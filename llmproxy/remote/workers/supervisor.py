@@ -45,7 +45,7 @@ _log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class WorkerSinks:
-    """The parts of the scheduler process that get the workers' reports."""
+    """The parts of the scheduler process that process the reports of workers."""
 
     rulebook: Rulebook
     exits: ExitSink

@@ -18,7 +18,7 @@ class KvTransfer:
     A transfer takes `latency_s` plus its bytes divided by `bytes_per_s`; the first between two engines also takes
     `handshake_s`. The prefill engine keeps the blocks for `lease_s`, and the decode engine's heartbeats extend this
     time while its request waits. If the blocks are not available, the decode engine computes the prompt (`recompute`)
-    or fails the request. It notices a lost engine after `lost_s` if it was connected before, else after
+    or fails the request. A lost engine is noticed after `lost_s` if the two engines were connected before, else after
     `unreachable_s`.
     """
 
