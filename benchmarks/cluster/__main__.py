@@ -2,8 +2,8 @@
 
     python -m benchmarks.cluster [EXPERIMENT ...] [--times N]
 
-Valkey or Redis, two simulated replicas with eight places each, and members that share them are processes of their own.
-Streams come in closed loops, more than there are places.
+Valkey or Redis, two simulated replicas with eight slots each, and the members of the cluster run in separate processes.
+Clients send one stream after the other. There are more clients than slots.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from benchmarks.cluster.rig import Member, Rig, rig
 from benchmarks.cluster.speed import speed
 from benchmarks.table import Table
 
-CLIENTS = 10
-"""Of each member: three members have 30, for 16 places."""
+CLIENTS = 10  # The number of clients of each member: three members have 30, for 16 slots.
 AFTER_S = 3.0
 BOUND_S = 900.0
 Judged = dict[str, list[Member]]
 Act = Callable[[Rig], Awaitable[tuple[Judged, float]]]
-"""Breaks something and heals it. Returns the members whose clients are judged, and since when."""
+"""Breaks something and repairs it. Returns the members whose clients count, and the time from which they count."""
 LOOKS = ("looks with more than 8", "at most")
 
 
@@ -35,7 +34,11 @@ LOOKS = ("looks with more than 8", "at most")
 async def under_load(
     *flags: str, members: int = 3, roaming: bool = False, balanced: bool = False, tree: Path | None = None
 ) -> AsyncIterator[tuple[Rig, Load]]:
-    """A cluster with clients at every member. If `balanced`, roaming clients use members that are ready alone."""
+    """Runs a cluster with clients at every member during the block.
+
+    With `roaming`, a client uses the next member after a refused connection. With `balanced`, roaming clients use only
+    members that are ready.
+    """
     async with rig(members, *flags, tree=tree) as made:
         load = Load(made.session)
         tasks = [
@@ -54,7 +57,7 @@ async def under_load(
 
 
 class Looks:
-    """The looks at replicas since its making."""
+    """The observations of replicas since this object was made."""
 
     def __init__(self, made: Rig) -> None:
         self._made = made
@@ -67,7 +70,10 @@ class Looks:
 
 
 async def kill_leader(times: int) -> None:
-    """kill -9 of the leader. Its clients are not counted."""
+    """Kills the leader `times` times, and prints a row for each kill.
+
+    The clients of the leader itself are not counted.
+    """
     table = Table("kill", "gap, s", "others: waited", "not served", "served", *LOOKS)
     gaps: list[float] = []
     async with under_load() as (made, load):
@@ -90,7 +96,7 @@ async def kill_leader(times: int) -> None:
 
 
 async def broken(names: Sequence[str], *, balanced: bool) -> None:
-    """A row for each failure, all under the same load."""
+    """Causes each of these failures under the same load, and prints rows with their effect."""
     table = Table("failure", "whose clients", "not served", "served", "longest gap, s", *LOOKS, texts=2)
     async with under_load(roaming=balanced, balanced=balanced) as (made, load):
         for name in names:
@@ -126,7 +132,10 @@ async def pause_leader(made: Rig) -> tuple[Judged, float]:
 
 
 def partition(lasts_s: float, *ways: str, all_of_them: bool = False) -> Act:
-    """The leader's port passes nothing in these directions, for one follower or for all. All reach the store."""
+    """Returns an act: the port of the leader passes nothing in these directions for `lasts_s`.
+
+    This holds for one follower, or for all with `all_of_them`. All members reach the store.
+    """
 
     async def cut(made: Rig) -> tuple[Judged, float]:
         leader = await made.leader()
@@ -187,7 +196,7 @@ UPGRADES = {
 
 
 async def restarted(made: Rig, load: Load, table: Table, title: str) -> None:
-    """End each member by SIGTERM and start it again, in turn, and print a row."""
+    """Restarts each member in turn by SIGTERM, and prints a row."""
     looks, at_s = Looks(made), now()
     for member in made.members:
         member.kill(signal.SIGTERM)
@@ -199,7 +208,7 @@ async def restarted(made: Rig, load: Load, table: Table, title: str) -> None:
 
 
 async def upgrade() -> None:
-    """Restart the members, with clients that ask for readiness and with clients that try the next member."""
+    """Restarts the members, once with clients that ask for readiness and once with clients that try the next member."""
     table = Table("clients use", "served", "not served", "longest gap, s", *LOOKS)
     for who, flags in UPGRADES.items():
         async with under_load(*flags, roaming=True, balanced="--drain-delay-s" in flags) as (made, load):
@@ -207,7 +216,7 @@ async def upgrade() -> None:
 
 
 async def two_builds(other: Path) -> None:
-    """The members are of another checkout, become members of this one, and go back."""
+    """Restarts members of the checkout `other` one by one with this checkout, and then with `other` again."""
     table = Table("members become", "served", "not served", "longest gap, s", *LOOKS)
     flags = UPGRADES["members that are ready"]
     async with under_load(*flags, roaming=True, balanced=True, tree=other) as (made, load):

@@ -1,4 +1,4 @@
-"""Load on a cluster: each client uses one member, or goes to the next one."""
+"""The load on a cluster: each client uses one member, or moves to the next member after a refused connection."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from benchmarks.cluster.rig import Member
 from benchmarks.load import Clients, Seen, Work
 
 LENGTHS = (20,) * 19 + (600,)
-"""Tokens of an answer, drawn at random: one in twenty outlives the time of a lock."""
+"""The tokens of an answer, drawn at random. For 5 % of the answers this takes longer than the lock is valid."""
 REFUSED_S, FAILED_S = 0.05, 1.0
-"""Pause of a client after a refused connection, and after a failed request, as Retry-After says."""
+"""The pause of a client after a refused connection, and after a failed request (as its Retry-After of 1 s says)."""
 
 
 class Load:
-    """Streams in closed loops, and the figures of all requests. `ended` stops them."""
+    """Clients that send one stream after the other, and the figures of all requests. Call `ended` at the end."""
 
     def __init__(self, session: aiohttp.ClientSession, lengths: Sequence[int] = LENGTHS, model: str = "sim") -> None:
         self._session = session
@@ -28,7 +28,7 @@ class Load:
         self._unready: set[str] = set()
 
     def add(self, members: Sequence[Member], number: int, *, roaming: bool = False) -> None:
-        """Add `number` clients to each of `members`. A roaming client leaves a member that refuses connections."""
+        """Adds `number` clients to each of `members`. A `roaming` client leaves a member that refuses connections."""
         for place in [place for place in range(len(members)) for _ in range(number)]:
             url, failed = self._route([one.url for one in members], place, roaming)
             clients = Clients(self._session, self._work, len(self._clients), failed)
@@ -38,7 +38,7 @@ class Load:
     def _route(
         self, urls: Sequence[str], place: int, roaming: bool
     ) -> tuple[Callable[[], str], Callable[[Seen], float]]:
-        """The URL of a client's next request, and its pause after a failure."""
+        """Returns two functions: the URL of a client's next request, and its pause after a failure."""
 
         def url() -> str:
             nonlocal place
@@ -58,7 +58,7 @@ class Load:
         return url, failed
 
     async def balance(self, members: Sequence[Member]) -> None:
-        """Restrict roaming clients to members that are ready, as a load balancer does, until cancelled."""
+        """Restricts roaming clients to members that are ready, as a load balancer does, until the task is cancelled."""
         while True:
             for member in members:
                 try:
@@ -70,7 +70,7 @@ class Load:
             await asyncio.sleep(0.1)
 
     async def ended(self) -> None:
-        """Send no more requests, and wait for the open ones."""
+        """Sends no more requests, and waits until all open requests have ended."""
         await asyncio.gather(*(clients.ended() for clients in self._clients))
 
     # --- figures ------------------------------------------------------------------------------------------------------
@@ -80,13 +80,13 @@ class Load:
         return [one for clients in self._clients for one in clients.seen]
 
     def outcomes(self, members: Sequence[Member], since_s: float) -> Counter[str]:
-        """The outcomes of requests to these members that ended since then, without refused connections."""
+        """Returns the outcomes of requests to these members that ended after `since_s`, without refused connections."""
         urls = {one.url for one in members}
         ended = [one for one in self.seen if one.url in urls and (one.ended_s or 0.0) >= since_s]
         return Counter(one.outcome for one in ended if one.outcome != "refused")
 
     def gap_s(self, members: Sequence[Member], from_s: float, to_s: float) -> float:
-        """The longest time between two first tokens at these members."""
+        """Returns the longest time between two first tokens at these members."""
         urls = {one.url for one in members}
         times = [one.first_s for one in self.seen if one.url in urls and one.first_s]
         firsts = sorted(at_s for at_s in times if from_s <= at_s <= to_s)
@@ -94,10 +94,10 @@ class Load:
 
 
 def bad(outcomes: Counter[str]) -> str:
-    """The outcomes other than `ok`, with their numbers."""
+    """Returns the outcomes other than `ok` and their numbers as text."""
     return ", ".join(f"{number} {name}" for name, number in sorted(outcomes.items()) if name != "ok") or "0"
 
 
 def now() -> float:
-    """The time of the loop."""
+    """Returns the time of the event loop."""
     return asyncio.get_running_loop().time()

@@ -1,4 +1,7 @@
-"""Real processes on loopback: a store, simulated replicas, members of a cluster, and a network between them to cut."""
+"""Real processes on loopback: a store, simulated replicas, and the members of a cluster.
+
+The connections between members can be cut.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +22,17 @@ from benchmarks.fleet import Process, free_port, free_url, ready, start, start_r
 
 SERVERS = ("valkey-server", "redis-server")
 REPLICAS = 2
-PLACES = 8
-"""`max_in_flight` of each replica."""
+PLACES = 8  # The `max_in_flight` of each replica.
 REPLICA_FLAGS = ("--model", "sim", "--max-num-seqs", "64", "--speed", "0.5")
 PROXY_FLAGS = ("--host", "127.0.0.1", "--log-format", "json", "--state-file", "none", "--scheduling-look-ahead", "0")
 LOOK_EVERY_S = 0.02
 
 
 class Forwarder:
-    """A port that passes bytes to the port of a member, until directions are cut.
+    """A port that passes bytes to the port of a member, until a direction is cut.
 
-    It then keeps the bytes and the ends of connections, as a network that drops packets which are sent again.
+    It keeps the bytes and the ends of connections while a direction is cut, like a network that drops packets which are
+    sent again.
     """
 
     def __init__(self, to_port: int) -> None:
@@ -45,9 +48,9 @@ class Forwarder:
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def cut(self, *ways: str, of: str | None = None) -> None:
-        """Cut the directions `in` and `out` that are given, and open the others.
+        """Cuts the directions `ways` (`in`, `out`), and opens the other directions.
 
-        `of` is the name of the member that is cut off, None for all.
+        `of` is the name of the member that is cut off; None for all.
         """
         async with self._changed:
             self._cut = frozenset(ways), of
@@ -96,7 +99,7 @@ class Forwarder:
 
 @dataclass(slots=True)
 class Member:
-    """A `llmproxy serve` that keeps its port over restarts."""
+    """A `llmproxy serve` that keeps its port when it is restarted."""
 
     name: str
     port: int
@@ -104,7 +107,7 @@ class Member:
     flags: Sequence[str]
     folder: Path
     tree: Path | None = None
-    """The checkout of the next start; this one if None."""
+    """The checkout for the next start; None for this checkout."""
     process: Process | None = None
     starts: int = 0
 
@@ -124,7 +127,7 @@ class Member:
         await ready(self.url, self.process)
 
     async def start_again(self) -> None:
-        """Wait until the process has ended, and start the next."""
+        """Waits until the process has ended, and starts the next process."""
         assert self.process is not None
         await self.process.child.wait()
         await self.start()
@@ -145,11 +148,11 @@ class Rig:
     folder: Path
     store: Process | None = None
     over: list[tuple[float, float]] = field(default_factory=list)
-    """Looks that found a replica with more than it may have: when, and how many more."""
+    """When a replica was seen with more requests than its limit, and how many more."""
     looks: int = 0
 
     async def start_store(self) -> None:
-        """Start the store, which keeps nothing on a disk."""
+        """Starts the store, which writes nothing to a disk."""
         program = next((found for name in SERVERS if (found := shutil.which(name))), None)
         if program is None:
             raise SystemExit("the store is missing: install valkey-server or redis-server")
@@ -160,7 +163,7 @@ class Rig:
         self.store = Process(child, self.folder / "store.log")
 
     async def status(self, member: Member) -> dict[str, Any] | None:
-        """`/admin/cluster` of a member; None where it does not answer."""
+        """Returns `/admin/cluster` of a member; None if the member does not answer."""
         try:
             timeout = aiohttp.ClientTimeout(total=2.0)
             async with self.session.get(f"{member.url}/admin/cluster", timeout=timeout) as answer:
@@ -170,11 +173,11 @@ class Rig:
             return None
 
     async def waiting(self, members: Sequence[Member]) -> int:
-        """Requests of these members that wait."""
+        """Returns the number of waiting requests of these members."""
         return sum([page["waiting"] for one in members if (page := await self.status(one))])
 
     async def leader(self, among: Sequence[Member] | None = None) -> Member:
-        """Wait until the members of `among` (all if None) follow the same member of `among`, and return it."""
+        """Waits until the members of `among` (None: all) follow one of them, and returns that member."""
         members = list(self.members if among is None else among)
         async with asyncio.timeout(30.0):
             while True:
@@ -186,7 +189,7 @@ class Rig:
                 await asyncio.sleep(0.05)
 
     async def together(self) -> None:
-        """Wait until the leader knows all members, and all follow it."""
+        """Waits until the leader knows all members, and all members follow it."""
         leader = await self.leader()
         async with asyncio.timeout(60.0):
             while not (page := await self.status(leader)) or len(page["members"]) < len(self.members):
@@ -194,7 +197,7 @@ class Rig:
                 leader = await self.leader()
 
     async def watch_replicas(self) -> None:
-        """Count the requests of each replica, until cancelled."""
+        """Counts the requests on each replica again and again, until the task is cancelled."""
         loop = asyncio.get_running_loop()
         names = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
         while True:
@@ -218,16 +221,16 @@ async def rig(
     forwarded: bool = True,
     tree: Path | None = None,
 ) -> AsyncIterator[Rig]:
-    """Start members over two simulated replicas, or over `replicas`.
+    """Runs members over two simulated replicas, or over `replicas`, during the block.
 
     Args:
         members: The number of members.
         flags: Further flags of each member.
-        clustered: False for proxies that know nothing of each other.
+        clustered: Whether the members form a cluster. Otherwise they know nothing of each other.
         replicas: The URLs of replicas that run already.
         places: `max_in_flight` of each replica.
         forwarded: Whether connections between members can be cut.
-        tree: The checkout of the members, this one if None.
+        tree: The checkout with the code of the members; None for this checkout.
     """
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="llmproxy-cluster-")))

@@ -1,4 +1,4 @@
-"""The cost of the additional hop: TTFT and CPU time."""
+"""The cost of the additional hop from a follower to the leader: TTFT and CPU time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ JSON = next(case for case in CASES if case.name == "json64")
 
 @asynccontextmanager
 async def cheap_replicas(folder: Path) -> AsyncIterator[list[str]]:
-    """Two replicas that cost next to nothing."""
+    """Runs two replicas that take nearly no CPU time, during the block."""
     mock = Child([str(built("mockd")), "2"], range(64), folder / "mock.log", piped=True)
     try:
         yield [f"http://127.0.0.1:{port}" for port in mock.line().split()]
@@ -41,7 +41,7 @@ async def cheap_replicas(folder: Path) -> AsyncIterator[list[str]]:
 
 
 async def speed() -> None:
-    """Measure a proxy without a cluster, a leader, and a follower, in turns."""
+    """Measures in turns a proxy without a cluster, a leader and a follower, and prints the figures."""
     with tempfile.TemporaryDirectory(prefix="llmproxy-cluster-") as folder:
         files = JSON.requests(Path(folder))
         async with (
@@ -75,7 +75,7 @@ async def _first_byte(made: Rig, places: Mapping[str, Member]) -> None:
 
 
 async def _cpu(places: Mapping[str, Member], files: Sequence[Path]) -> None:
-    """CPU time of a request, `CLIENTS` at once, without the CPU time of polls."""
+    """Prints the CPU time of a request, with CLIENTS requests at once, without the CPU time of polls."""
     before = {name: cpu_s([one.pid]) for name, one in places.items()}
     await asyncio.sleep(IDLE_S)
     idle = {name: (cpu_s([one.pid]) - before[name]) / IDLE_S for name, one in places.items()}
@@ -99,7 +99,7 @@ async def _cpu(places: Mapping[str, Member], files: Sequence[Path]) -> None:
 async def _loaded(
     to: Member, files: Sequence[Path], members: Mapping[str, Member]
 ) -> tuple[dict[str, Any], dict[str, float]]:
-    """The window of the load generator, and the CPU seconds of `members` in it."""
+    """Returns the figures of the load generator, and the CPU seconds of `members` during the load."""
     flags = {"p": to.port, "c": CLIENTS, "r": 0, "a": JSON.ramp_s, "w": JSON.warmup_s, "s": WINDOW_S}
     words = [word for name, value in flags.items() for word in (f"-{name}", str(value))]
     load = await asyncio.create_subprocess_exec(built("loadgen"), *words, *files, stdout=PIPE)
@@ -120,5 +120,5 @@ async def _loaded(
 
 
 def _range(values: Sequence[float], digits: int = 2) -> str:
-    """The median, and the smallest and largest."""
+    """Returns the median, the smallest and the largest value as text."""
     return f"{median(values):,.{digits}f} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"

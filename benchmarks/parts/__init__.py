@@ -1,1 +1,1 @@
-"""The cost of single parts of the code: no processes, no network, one core."""
+"""The CPU cost of single parts of the code, without processes and network, on one core."""

@@ -51,7 +51,7 @@ def names(size_bytes: int) -> bytes:
 
 
 async def read_and_stall_s(body: bytes) -> tuple[float, float]:
-    """Seconds of a read, and its longest stall."""
+    """Returns the seconds to read a body, and the longest stall of the event loop meanwhile."""
     stalls_s = [0.0]
     began_s = last_s = time.perf_counter()
     read = asyncio.create_task(BodyReader().read(body, BodyKind.CHAT))
@@ -89,7 +89,7 @@ def _stalls(seconds: list[float]) -> tuple[str, str]:
 
 
 def feed_s(hide_usage: bool, first: bytes, chunks: list[bytes]) -> float:
-    """Seconds per repetition of `chunks`."""
+    """Returns the seconds to feed all `chunks` to a StreamTap once."""
     tap = StreamTap(hide_usage)
     tap.feed(first)
     began_s = time.perf_counter()

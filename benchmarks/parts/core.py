@@ -62,7 +62,7 @@ COLUMNS = ("p50 µs", "p99 µs", "longest µs")
 
 
 class TrivialPlacement(Placement):
-    """Names the only backend, at no cost."""
+    """Names the only backend, without any computation."""
 
     def __init__(self) -> None:
         self._placed = Placed("backend-000", 0.0, (), 1)
@@ -75,12 +75,12 @@ class TrivialPlacement(Placement):
 
 @dataclass
 class Times:
-    """Seconds of single calls, round by round."""
+    """The seconds of single calls, in several rounds."""
 
     rounds: list[list[float]] = field(default_factory=list)
 
     def cells(self) -> tuple[str, str, str]:
-        """The values of `COLUMNS`."""
+        """Returns the values for `COLUMNS`."""
         cuts = [statistics.quantiles(one, n=100) for one in self.rounds]
         p50, p99 = (min(cut[at] for cut in cuts) * 1e6 for at in (49, 98))
         return f"{p50:,.1f}", f"{p99:,.1f}", f"{max(max(one) for one in self.rounds) * 1e6:,.0f}"
@@ -106,7 +106,7 @@ def request(serial: int, flow: str, now: float, band: int = DEFAULT) -> Request:
 
 
 def up(pools: Pools, kv_tokens: int) -> Pools:
-    """Makes all backends available."""
+    """Makes all backends available, and returns the pools."""
     for name in pools.backends:
         pools.backends[name].answered(0.0)
         pools.listed(name, Listing(0.0, (ModelCard(MODEL, None, 32_768),)))
@@ -181,7 +181,7 @@ class Bench:
 
 
 def measure(bench: Bench) -> tuple[Times, Times, Times]:
-    """Times of decide, enqueue and cancel."""
+    """Returns the times of decide, enqueue and cancel."""
     decide, enqueue, cancel = Times(), Times(), Times()
     bench.round(Times(), Times(), Times())
     gc.collect()
@@ -193,7 +193,7 @@ def measure(bench: Bench) -> tuple[Times, Times, Times]:
 
 
 def bytes_each(waiting: int) -> float:
-    """Allocations for a waiting request, with its share of flow and band."""
+    """Returns the bytes of memory for a waiting request, including its part of its flow and its band."""
     bench = Bench(1, 0)
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
@@ -204,7 +204,10 @@ def bytes_each(waiting: int) -> float:
 
 
 def alone(backends: int) -> float:
-    """Microseconds of the core for one request in an idle proxy, the least mean of several rounds."""
+    """Returns the microseconds that the core takes for one request in an idle proxy.
+
+    The result is the smallest mean of several rounds.
+    """
     pools = up(Pools(DEFAULTS, dict.fromkeys(names(backends), BATCH), {}, partial(make, "cost", Random(1))), 10**6)
     now, means = 0.0, []
     for number in range(ROUNDS + 1):

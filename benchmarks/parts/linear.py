@@ -39,11 +39,9 @@ from llmproxy.gateway.request.prefix_hash import prompt_chain
 from llmproxy.observe.exit import RequestExit
 
 MIB = 1 << 20
-LENGTHS = 4
-"""The number of measured lengths, each twice the length before."""
+LENGTHS = 4  # The number of measured lengths. Each is twice the previous length.
 PATTERN_CHARS = 64 << 10
-QUICK_S = 0.0002
-"""A reader that takes less for its largest text is too quick for a meaningful exponent."""
+QUICK_S = 0.0002  # A reader that takes less for its largest text is too quick for a meaningful exponent.
 
 _LIMITS = Config()
 _IDENTITY = {
@@ -54,7 +52,10 @@ _KEYS = Keys(_LIMITS)
 
 @dataclass(frozen=True)
 class Parser:
-    """A reader of outside text. `text` makes a text of about a length, and `largest` is the longest accepted length."""
+    """A reader of outside text.
+
+    `text` returns a text of about a given length, and `largest` is the longest length that the product accepts.
+    """
 
     name: str
     largest: int
@@ -96,14 +97,14 @@ def _fed(pieces_bytes: int, hide: bool) -> Callable[[bytes], object]:
 
 
 def parsers() -> Iterator[Parser]:
-    """Yields every parser of outside text with hard texts."""
+    """Yields every parser of outside text, with texts that are hard for it."""
     for title, largest, read, texts in _groups():
         for name, text in texts.items():
             yield Parser(f"{title}: {name}", largest, text, read)
 
 
 Group = tuple[str, int, Callable[[bytes], object], dict[str, Callable[[int], bytes]]]
-"""Title, longest accepted length, reader, and texts by name."""
+"""The title, the longest accepted length, the reader, and functions that make texts, by name."""
 
 
 def _groups() -> Iterator[Group]:
@@ -215,7 +216,7 @@ def _parsed(body: bytes) -> None:
 
 @dataclass(frozen=True)
 class Growth:
-    """The seconds that a text took at each length."""
+    """The seconds that a reader took for a text at each length."""
 
     name: str
     lengths: tuple[int, ...]
@@ -234,7 +235,7 @@ class Growth:
 
 
 def growth(name: str, largest: int, run: Callable[[int], Callable[[], object]]) -> Growth:
-    """Measure at doubling lengths up to `largest`."""
+    """Measures a reader at doubling lengths up to `largest`."""
     lengths = tuple(largest >> (LENGTHS - 1 - step) for step in range(LENGTHS))
     return Growth(name, lengths, tuple(cpu_s(run(length)) for length in lengths))
 
@@ -248,7 +249,7 @@ def growth_of_parser(parser: Parser, largest: int) -> Growth:
 
 
 def growth_of_pattern(found: Found) -> Growth:
-    """Measures a pattern with its slowest text, and a pattern that is not linear with short texts."""
+    """Measures a pattern with its slowest text. A pattern that is not linear is measured with short texts only."""
     text, linear = slowest(found)
     chars = PATTERN_CHARS if linear else 24
 

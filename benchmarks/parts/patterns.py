@@ -36,19 +36,19 @@ _PARSER: Any = importlib.import_module("re._parser")
 
 
 class UnreadError(Exception):
-    """A pattern that is built at run time, so that the source does not have it."""
+    """A pattern is built at run time, so it cannot be read from the source."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A pattern, its place in the source, and the methods that use it there."""
+    """A pattern, where it is in the source, and the methods that use it there."""
 
     where: str
     pattern: re.Pattern[Any]
     methods: tuple[str, ...]
 
     def run(self, text: str) -> None:
-        """Use the pattern on a text with all these methods."""
+        """Calls all these methods of the pattern with a text."""
         given: Any = text.encode("latin-1") if isinstance(self.pattern.pattern, bytes) else text
         for method in self.methods:
             if method in ("match", "fullmatch", "search"):
@@ -94,7 +94,7 @@ def _assigned(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
 
 
 def _uses(name: str, home: Path) -> tuple[str, ...]:
-    """Returns the methods that the package calls on this name; none if the name is passed to other code too."""
+    """Returns the methods that the package calls on the pattern `name`; empty if `name` is passed to other code too."""
     texts = [_sources()[home]] if name.startswith("_") else [text for text in _sources().values() if name in text]
     text = "\n".join(texts)
     calls = re.findall(rf"\b{name}\b(?!\s*=[^=])(?:\.(\w+)\()?", text)
@@ -191,7 +191,7 @@ def _source(name: str, what: Any) -> str:
 
 
 def cpu_s(work: Callable[[], object], times: int = 3) -> float:
-    """Returns the CPU seconds of this thread for a call, the least of several."""
+    """Returns the CPU seconds of this thread for one call of `work`: the smallest of `times` measurements."""
     best_s = inf
     for _ in range(times):
         began_s = time.thread_time()
@@ -203,7 +203,7 @@ def cpu_s(work: Callable[[], object], times: int = 3) -> float:
 
 
 def slowest(found: Found) -> tuple[Callable[[int], str], bool]:
-    """Returns the slowest text for a pattern, and whether the time grows linearly.
+    """Returns a function that makes the slowest text for a pattern, and whether the time grows linearly.
 
     The search ends at the first text with faster growth.
     """

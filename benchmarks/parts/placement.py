@@ -43,7 +43,7 @@ MESSAGE_BYTES = 1_000
 
 
 class MatchedBefore(PrefixIndex):
-    """An index with a match in advance, so that a choice is timed without it."""
+    """A prefix index whose match is computed in advance, so that a placement is timed without the match."""
 
     known: dict[str, int]
 
@@ -97,7 +97,7 @@ class Bench:
         )
 
     def cycle(self, *, finishes: bool = True) -> tuple[float, float, float]:
-        """Seconds of a choice, of the match before it, and of the bookings of a request to its end."""
+        """Places one request, and returns the seconds of the placement, of the match before it, and of its bookings."""
         cost, one = self._cost, self._request()
         self.now += 0.4 / len(self._at)
         began_s = thread_time()
@@ -130,7 +130,7 @@ class Bench:
 
 
 def measure(bench: Bench) -> tuple[Times, Times, Times]:
-    """Times of place, match and bookings."""
+    """Returns the times of place, match and bookings."""
     all_times = Times(), Times(), Times()
     gc.collect()
     gc.freeze()
@@ -143,7 +143,7 @@ def measure(bench: Bench) -> tuple[Times, Times, Times]:
 
 
 def hashing(prompt_tokens: int) -> Times:
-    """Times of the chain of a conversation."""
+    """Returns the times to compute the chain of a conversation."""
     text = ('He said "no".\n\tThen he went, and nobody knew where to. ' * 20)[:MESSAGE_BYTES]
     count = prompt_tokens * BYTES_PER_TOKEN // MESSAGE_BYTES
     fields = {"messages": [{"role": ("user", "assistant")[number % 2], "content": text} for number in range(count)]}

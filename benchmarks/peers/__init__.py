@@ -1,1 +1,1 @@
-"""llmproxy beside other proxies, all in front of the same mock replicas: cost and added latency."""
+"""Compares llmproxy with other proxies in front of the same mock replicas: CPU cost and added latency."""

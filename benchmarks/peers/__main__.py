@@ -32,7 +32,7 @@ from benchmarks.proxy import ROOT, BenchError, Cores, raise_open_files_limit
 OUT = ROOT / "benchmarks" / "out" / "peers"
 BASES = ("llmproxy", "nginx", "vllm-router")
 AROUND_S = 0.6
-"""Time of a window beside the load: its start, its end, and the end of its connections in the proxy."""
+"""The seconds of a window in addition to the load: its start, its end, and the end of its connections in the proxy."""
 VENVS_VARIABLE = "BENCH_VENVS"
 
 
@@ -82,7 +82,7 @@ def competitors(options: argparse.Namespace) -> list[Competitor]:
 
 
 def facts(cores: Cores, options: argparse.Namespace, chosen: Sequence[Competitor]) -> list[str]:
-    """Returns the facts that the figures depend on, a line each."""
+    """Returns the facts on which the figures depend, one line each."""
     model = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return [
         f"{model.group(1) if model else platform.machine()}, {os.cpu_count()} cores, {platform.system()} "
@@ -106,7 +106,10 @@ def run_first() -> None:
 
 
 def run(options: argparse.Namespace, header: list[str], results: Results, failures: list[str]) -> None:
-    """Measures, and adds to `header`, `results` and `failures` as it goes. Raises BenchError when it cannot go on."""
+    """Measures all rounds, and adds to `header`, `results` and `failures` meanwhile.
+
+    Raises BenchError if it cannot continue.
+    """
     raise_open_files_limit()
     chosen = competitors(options)
     cores = Cores.split()
@@ -147,7 +150,7 @@ def main() -> None:
 def write(
     options: argparse.Namespace, header: Sequence[str], results: Mapping[str, Sequence[Round]], failures: Sequence[str]
 ) -> bool:
-    """Writes the tables and every single window, and prints the tables. Returns whether a request failed."""
+    """Writes the tables and all windows to files, and prints the tables. Returns whether a request failed."""
     cases = [case for case in options.cases if results[case.name]]
     found = [*failures, *(line for case in cases for line in doubts(case, results[case.name]))]
     text = "\n".join(f"- {line}" for line in header) + "\n\n"

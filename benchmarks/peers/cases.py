@@ -1,4 +1,4 @@
-"""The loads: number of clients, prompts, and pace of the answers."""
+"""The loads: how many clients, which prompts, and how fast the answers come."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-NUMBER = "#" * 16
-"""The load generator writes a unique number here."""
-CHUNKS = "@" * 5
-"""The load generator writes the number of chunks here."""
-GROUPS = 8
-"""The number of flows. Each has a system prompt of its own."""
+NUMBER = "#" * 16  # The load generator replaces this text by a unique number.
+CHUNKS = "@" * 5  # The load generator replaces this text by the number of chunks.
+GROUPS = 8  # The number of flows. Each flow has its own system prompt.
 OBJECTIVES = ("critical", "default", "default", "sheddable")
 
 _WORDS = str.split(
@@ -24,28 +21,28 @@ _WORDS = str.split(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A load."""
+    """A load, with its clients and requests."""
 
     name: str
     title: str
     clients: int
     prompt_bytes: int = 800
     shared_bytes: int = 400
-    """The part of the prompt that is equal for all requests of a flow. The rest is unique."""
+    """How many bytes of the prompt are equal in all requests of a flow. The other bytes are unique."""
     chunks: int = 0
-    """0 for an answer in one piece."""
+    """The number of chunks of a stream; 0 for an answer without a stream."""
     gap_us: int = 0
     rate: float = 0.0
-    """Requests per second of an open loop with at most `clients` at once, 0 for a closed loop."""
+    """The requests per second of an open loop with at most `clients` at once; 0 for a closed loop."""
     ramp_s: float = 0.2
     warmup_s: float = 0.5
     saturating: bool = False
-    """Needs more than a core, so that throughput is a figure."""
+    """Whether the load needs more than a core, so that throughput is a figure."""
     fresh: bool = False
-    """Has new processes, so that memory is not the memory of earlier cases."""
+    """Whether the proxies are started anew, so that their memory does not come from earlier cases."""
 
     def requests(self, folder: Path) -> list[Path]:
-        """Writes the requests for the load generator, a file for each flow."""
+        """Writes the requests for the load generator. Returns the files: each flow has a separate file."""
         files = []
         for group in range(GROUPS):
             body = self._body(group).encode()
@@ -71,7 +68,7 @@ class Case:
         return json.dumps(ask).replace(f'"{CHUNKS}"', CHUNKS)
 
     def load_argv(self, port: int, seconds: float) -> list[str]:
-        """The flags of the load generator."""
+        """Returns the flags for the load generator."""
         flags = {"p": port, "c": self.clients, "n": self.chunks, "r": self.rate, "a": self.ramp_s, "w": self.warmup_s}
         return [word for name, value in {**flags, "s": seconds}.items() for word in (f"-{name}", str(value))]
 

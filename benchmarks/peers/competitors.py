@@ -1,6 +1,7 @@
-"""Commands and configurations of each proxy: its best policy, and its cache-aware default if it has one.
+"""The commands and configurations of each proxy: its best policy, and its cache-aware default if it has one.
 
-No peer is a dependency. Peers are searched on PATH and in the given virtual environments, and left out if not found.
+No peer is a dependency. Peers are searched on PATH and in the given virtual environments, and left out if they are not
+found.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A command that stays in the foreground, its working directory, and additions to its environment."""
+    """A command that stays in the foreground, its working directory, and additions to its environment variables."""
 
     argv: list[str]
     cwd: Path
@@ -36,9 +37,9 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Competitor:
-    """A proxy in one configuration, which `about` describes. It has as many cores as `workers`.
+    """A proxy in one configuration, which `about` describes. It runs on as many cores as it has `workers`.
 
-    A run ends when a `required` proxy fails, and goes on without any other.
+    A run ends if a `required` proxy fails. It continues without any other proxy that fails.
     """
 
     name: str
@@ -48,7 +49,7 @@ class Competitor:
     required: bool = False
 
     def with_workers(self, workers: int) -> Competitor:
-        """Returns the same proxy with `workers`, which its name has too."""
+        """Returns the same proxy with `workers`, and with this number in its name."""
         return self if workers == 1 else replace(self, name=f"{self.name}@{workers}", workers=workers)
 
 
@@ -56,7 +57,7 @@ class Competitor:
 
 
 def llmproxy(name: str, tree: Path) -> Competitor:
-    """llmproxy from the sources in `tree`, with its defaults, for eight flows in three bands."""
+    """Returns llmproxy from the sources in `tree`, with its defaults, for eight flows in three bands."""
 
     def launch(site: Site) -> Launch:
         workers = ["--workers", str(site.workers)] if site.workers > 1 else []
@@ -121,7 +122,10 @@ def _nginx(program: str) -> Callable[[Site], Launch]:
 
 
 def _router(words: tuple[str, ...], policy: str) -> Callable[[str], Callable[[Site], Launch]]:
-    """vllm-router and sglang-router, which have the same flags."""
+    """Returns a function that makes the launch command of vllm-router or sglang-router with this policy.
+
+    Both routers have the same flags.
+    """
 
     def of(program: str) -> Callable[[Site], Launch]:
         def launch(site: Site) -> Launch:
@@ -219,7 +223,7 @@ def found_peers(venvs: Iterable[Path]) -> tuple[list[Competitor], list[str]]:
 
 
 def commanded(text: str) -> Competitor:
-    """Returns the proxy of NAME=COMMAND. Raises BenchError for any other text."""
+    """Returns the proxy that a text NAME=COMMAND describes. Raises BenchError for any other text."""
     name, equals, command = text.partition("=")
     if not equals or not name or not command:
         raise BenchError(f"a proxy is named NAME=COMMAND, not {text!r}")

@@ -1,4 +1,8 @@
-"""A window of load on a proxy: the load generator, CPU clocks at the borders of the window, and the results."""
+"""Measures a proxy under load.
+
+The module starts the load generator, reads CPU clocks at the beginning and the end of the window, and returns the
+results.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,7 @@ BUILT = ROOT / "benchmarks" / "out" / "bin"
 CHAT_PATH = "/v1/chat/completions"
 READY_BODY = b'{"model":"mock","messages":[{"role":"user","content":"Are you there?"}],"max_tokens":1}'
 DISTURBED_SHARE = 0.15
-"""A window is disturbed if other processes or the hypervisor had more of the proxy's cores than this."""
+"""A window is disturbed if other processes or the hypervisor used more than this share of the proxy's cores."""
 SETTLE_LIMIT_S = 3.0
 SETTLED_SHARE = 0.3
 
@@ -56,7 +60,7 @@ def built(name: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Percentiles of `count` samples, in microseconds."""
+    """The percentiles of `count` samples, in microseconds."""
 
     count: int
     p50_us: float
@@ -66,17 +70,17 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """The results of a window. None where the window has no such figure."""
+    """The results of a window. A figure that the window does not have is None."""
 
     window_s: float
     requests: int
     chunks: int
     bytes: int
     skipped: int
-    """Requests of an open loop without a free client."""
+    """The requests of an open loop that were not sent, because no client was free."""
     streams: int
     failures: dict[str, int]
-    """By reason, over the whole load."""
+    """Reason -> the number of failed requests during the whole load."""
     latency: Spread | None
     ttft: Spread | None
     transit: Spread | None
@@ -88,22 +92,22 @@ class Window:
     disturbed_share: float
     """The part of the window in which other processes or the hypervisor had the proxy's cores."""
     cpu_s: float | None = None
-    """CPU time of all processes of the proxy."""
+    """The CPU time of all processes of the proxy."""
     foreign_s: float | None = None
     """CPU time of other processes on the proxy's cores."""
     harness_foreign_s: float | None = None
     """CPU time of other processes on the harness's cores, None if the proxy shares them, or with real-time priority."""
     rss_before_bytes: int | None = None
-    """Resident memory before the load."""
+    """The resident memory of the proxy before the load."""
     rss_bytes: int | None = None
-    """Resident memory at the end of the window."""
+    """The resident memory of the proxy at the end of the window."""
     rss_peak_bytes: int | None = None
 
     @classmethod
     def parse(cls, line: str, books: Books, cores: int, realtime: bool) -> Window:
-        """Combines the load generator's line with the CPU times of the window.
+        """Returns the results from the load generator's output line and the CPU times of the window.
 
-        With `realtime`, other processes have only the idle time of the proxy's `cores`, which disturbs nothing.
+        With `realtime`, other processes get only the idle time of the proxy's `cores`, which disturbs nothing.
         """
         measured = json.loads(line)
         for name in ("latency", "ttft", "transit", "gap"):
@@ -124,16 +128,16 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Books:
-    """CPU clocks at one moment, in seconds. The difference of two moments has the CPU times of a window."""
+    """The CPU clocks at one moment, in seconds. The difference between two moments has the CPU times of a window."""
 
     proxy_s: float | None
     harness_s: float
     harness_here_s: float
-    """The harness's time if it shares a core with the proxy, else 0."""
+    """The CPU time of the harness if it shares a core with the proxy, otherwise 0."""
     busy_s: float
-    """Of the proxy's cores, without stolen time."""
+    """The busy time of the proxy's cores, without stolen time."""
     harness_busy_s: float
-    """Of the harness's cores."""
+    """The busy time of the harness's cores, without stolen time."""
     stolen_s: float
 
     def since(self, before: Books) -> Books:
@@ -153,7 +157,7 @@ class Books:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A running proxy, or the mock replicas if `child` is None."""
+    """A running proxy. If `child` is None, the mock replicas themselves."""
 
     name: str
     port: int
@@ -183,13 +187,13 @@ class Bench:
         self._mock.stop()
 
     def _cores_of(self, competitor: Competitor) -> frozenset[int]:
-        """Returns the proxy's core, and a core of the harness for each further worker."""
+        """Returns the core of the proxy, and a core of the harness for each further worker."""
         if self.cores.proxy is None:
             return self.cores.harness
         return frozenset([self.cores.proxy, *sorted(self.cores.harness, reverse=True)[: competitor.workers - 1]])
 
     def start(self, competitor: Competitor) -> Running:
-        """Starts a proxy and waits until it answers a chat request. Raises BenchError if it does not."""
+        """Starts a proxy, and waits until it answers a chat request. Raises BenchError if it does not answer."""
         self._started += 1
         folder = self._folder / f"{competitor.name}-{self._started}"
         folder.mkdir()
@@ -206,7 +210,10 @@ class Bench:
         return Running(competitor.name, site.port, child, cores)
 
     def measure(self, case: Case, running: Running, seconds: float) -> Window:
-        """Runs a case against a proxy. Raises BenchError when the proxy or the load generator ended early."""
+        """Runs a case against a proxy for `seconds`.
+
+        Raises BenchError if the proxy or the load generator ends early.
+        """
         if case.name not in self._requests:
             self._requests[case.name] = case.requests(self._folder)
         files = self._requests[case.name]
@@ -245,7 +252,7 @@ class Bench:
         )
 
     def _settle(self, running: Running) -> None:
-        """Waits until a proxy has finished with its closed connections, so that the next proxy has the core."""
+        """Waits until a proxy has handled the end of its connections, so that the next proxy has the core."""
         pids, limit_s = running.pids(), time.monotonic() + SETTLE_LIMIT_S
         share = 1.0
         while pids and share > SETTLED_SHARE and time.monotonic() < limit_s:
@@ -264,7 +271,7 @@ def _line(load: subprocess.Popen[str]) -> str:
 
 
 def measured(measure: Callable[[], Window], tries: int) -> Window:
-    """Returns the first undisturbed of up to `tries` windows, or the least disturbed."""
+    """Returns the first undisturbed window of up to `tries`, or the least disturbed window."""
     windows: list[Window] = []
     while len(windows) < tries and not (windows and windows[-1].disturbed_share <= DISTURBED_SHARE):
         windows.append(measure())

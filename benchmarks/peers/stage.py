@@ -1,4 +1,4 @@
-"""The rounds of a run: every case, and in each case every running proxy, in turn."""
+"""The rounds of a run: in each round every case, and in each case every running proxy, in turn."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from benchmarks.peers.measure import Bench, Running, Window, measured
 from benchmarks.peers.table import DIRECT
 from benchmarks.proxy import BenchError
 
-Results = dict[str, list[dict[str, Window]]]
-"""The windows of each case, round by round, by competitor."""
+Results = dict[str, list[dict[str, Window]]]  # The windows of each case, in the order of rounds, by competitor.
 
 
 class Stage:
-    """The running proxies. A peer that fails is added to `failures`, started again, and left out if that fails too.
+    """The running proxies.
 
-    An error of a required proxy ends the run.
+    A peer that fails is added to `failures` and started again. If that fails too, it is left out. An error of a
+    required proxy ends the run.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Stage:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Starts all proxies and stops them after the block. Raises BenchError when a required proxy does not start."""
+        """Runs all proxies during the block. Raises BenchError if a required proxy does not start."""
         try:
             for one in self._competitors:
                 self._start(one)
@@ -59,7 +59,7 @@ class Stage:
                 results[case.name].append({name: windows[name] for name in names})
 
     def _turn(self, case: Case, one: Competitor) -> Window | None:
-        """Measures a proxy in a case. Returns None if it does not run any more, or failed."""
+        """Measures a proxy in a case. Returns None if the proxy failed or does not run any more."""
         if one.name not in self._serving:
             return None
         try:

@@ -1,4 +1,4 @@
-"""The figures of each case, and their tables: medians, spreads, and ratios inside each round."""
+"""The figures of each case, and their tables: medians, spreads, and ratios within each round."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Figure:
     name: str
     of: Callable[[Window], float | None]
     added: bool = False
-    """Less the figure of direct access in the same round."""
+    """Whether the figure of direct access in the same round is subtracted."""
     ratio: bool = False
-    """Shown as a ratio to other proxies too."""
+    """Whether the ratios to other proxies are shown too."""
 
 
 def _per(count: Callable[[Window], int]) -> Callable[[Window], float | None]:
@@ -83,7 +83,7 @@ def figures(case: Case) -> tuple[Figure, ...]:
 
 
 def kept(rounds: Sequence[Round]) -> list[Round]:
-    """Returns the rounds without disturbed windows. A proxy without any other keeps its disturbed windows."""
+    """Returns the rounds without disturbed windows. A proxy that has only disturbed windows keeps them."""
     clean = [
         {name: window for name, window in one.items() if window.disturbed_share <= DISTURBED_SHARE} for one in rounds
     ]
@@ -93,7 +93,10 @@ def kept(rounds: Sequence[Round]) -> list[Round]:
 
 
 def value(figure: Figure, one: Round, name: str) -> float | None:
-    """Returns a figure of a proxy in a round, less direct access if `figure.added`. Direct access stays absolute."""
+    """Returns a figure of a proxy in a round; None if the round does not have it.
+
+    If `figure.added`, the figure of direct access is subtracted, except for direct access itself.
+    """
     if name not in one:
         return None
     own = figure.of(one[name])
@@ -104,12 +107,12 @@ def value(figure: Figure, one: Round, name: str) -> float | None:
 
 
 def values(figure: Figure, rounds: Iterable[Round], name: str) -> list[float]:
-    """Returns a figure of a proxy in every round that has it."""
+    """Returns a figure of a proxy in every round that has this figure."""
     return [known for one in rounds if (known := value(figure, one, name)) is not None]
 
 
 def ratios(figure: Figure, rounds: Iterable[Round], name: str, base: str) -> list[float]:
-    """Returns the figure of `name` over the figure of `base`, in each round with both."""
+    """Returns the figure of `name` divided by the figure of `base`, in each round that has both."""
     pairs = ((value(figure, one, name), value(figure, one, base)) for one in rounds)
     return [own / other for own, other in pairs if own is not None and other is not None and other > 0]
 
@@ -121,7 +124,7 @@ def number(amount: float) -> str:
 
 
 def cell(amounts: Sequence[float]) -> str:
-    """Median and spread over the rounds; a dash for no figure."""
+    """Returns the median and the spread over the rounds as text; a dash without figures."""
     if not amounts:
         return "–"
     median = number(statistics.median(amounts))
@@ -132,7 +135,7 @@ def cell(amounts: Sequence[float]) -> str:
 
 
 def render(case: Case, rounds: Sequence[Round], bases: Sequence[str]) -> str:
-    """Returns the Markdown tables of a case: figures of each proxy, and ratios to each of `bases`."""
+    """Returns the Markdown tables of a case: the figures of each proxy, and the ratios to each of `bases`."""
     names = list(dict.fromkeys(name for one in rounds for name in one))
     usable = kept(rounds)
     columns = figures(case)

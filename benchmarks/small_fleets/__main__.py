@@ -26,13 +26,12 @@ from benchmarks.small_fleets.stage import Check
 Scene = Callable[[Path | None], Awaitable[list[Check]]]
 KINDS = {"streams": True, "whole": False}
 SIZES = ((4, 4), (8, 8), (64, 64), (4, 8, 32))
-ALONE = ("overload", "critical")
-"""Scenes of throughput and waits run alone."""
+ALONE = ("overload", "critical")  # The scenes that run alone, because they measure throughput and waits.
 SAMPLE = ("silent whole", "unauthorized", "a third of 500")
 
 
 def scenes() -> dict[str, Scene]:
-    """Every scene by its name, in the order of a run."""
+    """Returns every scene by its name, in the order of a run."""
     found: dict[str, Scene] = {}
     for sizes in SIZES:
         for kind, stream in KINDS.items():
@@ -56,7 +55,7 @@ def scenes() -> dict[str, Scene]:
 
 
 async def run(only: list[str], tree: Path | None) -> bool:
-    """Run the scenes whose names contain a word of `only` (all if empty). Returns whether all bounds were met."""
+    """Runs the scenes whose names contain a word of `only` (empty: all). Returns whether all bounds were met."""
     chosen = [name for name in scenes() if not only or any(word in name for word in only)]
     alone = [name for name in chosen if name.startswith(ALONE)]
     light = [name for name in chosen if name not in alone]
@@ -66,7 +65,7 @@ async def run(only: list[str], tree: Path | None) -> bool:
 
 
 async def side_by_side(names: Sequence[str], tree: Path | None) -> bool:
-    """Run scenes at the same time. Returns whether each met its bounds, in this run or in a second run."""
+    """Runs scenes at the same time. Returns whether each met its bounds, in this run or in a second run."""
     found = await asyncio.gather(*(_shown(name, tree) for name in names))
     return all([met or await _shown(name, tree) for name, met in zip(names, found, strict=True)])
 

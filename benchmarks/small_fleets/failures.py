@@ -1,4 +1,4 @@
-"""A replica of a small fleet breaks under load: failed requests, seconds to detection, and the headline."""
+"""A replica of a small fleet breaks under load: failed requests, seconds to detection, and the summary of the page."""
 
 from __future__ import annotations
 
@@ -24,38 +24,38 @@ BACK_S = 30.0
 
 @dataclass(slots=True)
 class Episode:
-    """A fleet under load whose replica `BROKEN` breaks and recovers, and the checks of its scene."""
+    """A fleet under load whose replica BROKEN breaks and recovers, and the checks of its scene."""
 
     stage: Stage
     clients: Clients
     base: float
-    """Answers per second of the healthy fleet."""
+    """The answers per second of the healthy fleet."""
     before: int
-    """Requests that had ended before the fault."""
+    """The number of requests that had ended before the fault."""
     checks: list[Check] = field(default_factory=list)
 
     @property
     def seen(self) -> list[Seen]:
-        """Requests that ended since the fleet was warm."""
+        """The requests that ended since the fleet was warm."""
         return self.clients.seen[self.before :]
 
     async def fault(self, kind: str | None, **more: Any) -> None:
-        """Switch a fault of the replica on, or off with None."""
+        """Switches a fault of the replica on; a `kind` of None switches it off."""
         await self.stage.fleet.fault(BROKEN, kind, **more)
 
     async def named(self, *words: str, within_s: float = NAMED_S) -> float:
-        """Check that the headline names the replica with all `words`; returns the seconds that it took."""
+        """Checks that the summary of the page names the replica and has all `words`. Returns the seconds until then."""
         found_s, text = await self.stage.soon([self.stage.fleet.name(BROKEN), *words], 2 * within_s)
         self.checks.append(Check("named after, s", found_s, most=within_s, note=text))
         return min(found_s, 2 * within_s)
 
     async def answers_on(self, seconds: float) -> None:
-        """Check the answers of the next `seconds`: the other replica has half of the places."""
+        """Checks the rate of answers during the next `seconds`: the other replica has half of the slots."""
         during = await self.clients.rate(seconds)
         self.checks.append(Check("answers meanwhile / before", during / self.base, least=0.4))
 
     async def recovers(self, most_s: float = BACK_S) -> None:
-        """Check the seconds until the rate reaches nine tenths of `base`, over windows of 3 s."""
+        """Checks the seconds until the rate reaches nine tenths of `base`, measured over windows of 3 s."""
         loop = asyncio.get_running_loop()
         began_s, back_s = loop.time(), 2 * most_s
         while loop.time() < began_s + 2 * most_s:
@@ -65,14 +65,14 @@ class Episode:
         self.checks.append(Check("full again after, s", back_s, most=most_s))
 
     def none_failed(self) -> None:
-        """Check that no request failed before a token of its answer came."""
+        """Checks that no request failed before a token of its answer came."""
         failed = failures(self.seen)
         self.checks.append(Check("failed requests", len(failed), most=0, note=details(failed)))
 
 
 @asynccontextmanager
 async def episode(stream: bool, tree: Path | None, speed: float = SPEED) -> AsyncIterator[Episode]:
-    """A warm fleet with twice as many clients as places."""
+    """Runs a warm fleet with twice as many clients as slots during the block."""
     async with staged(SIZES, speed=speed, tree=tree) as stage, stage.clients(Work(stream)) as clients:
         clients.closed(CLIENTS, stage.proxy)
         await clients.rate(WARM_S)
@@ -81,7 +81,10 @@ async def episode(stream: bool, tree: Path | None, speed: float = SPEED) -> Asyn
 
 
 async def slow(stream: bool, tree: Path | None, factor: float = 8.0, speed: float = SPEED) -> list[Check]:
-    """A replica becomes 8 times as slow for 20 s: ejected and named within 5 s, and not back before it recovers."""
+    """Checks a replica that becomes 8 times as slow for 20 s.
+
+    The proxy must eject and name it within 5 s, and must not use it before it recovers.
+    """
     async with episode(stream, tree, speed) as scene:
         await scene.fault("slow", factor=factor)
         await scene.answers_on(20.0 - await scene.named("slow"))
@@ -96,7 +99,7 @@ async def slow(stream: bool, tree: Path | None, factor: float = 8.0, speed: floa
 
 
 async def silent(stream: bool, tree: Path | None) -> list[Check]:
-    """A replica takes requests and answers none, while `/health` and `/metrics` answer."""
+    """Checks a replica that takes requests and answers none, while `/health` and `/metrics` answer."""
     async with episode(stream, tree) as scene:
         await scene.fault("silent")
         await scene.named("ejected", within_s=10.0)
@@ -109,7 +112,7 @@ async def silent(stream: bool, tree: Path | None) -> list[Check]:
 
 
 async def frozen(stream: bool, tree: Path | None) -> list[Check]:
-    """The engine of a replica freezes in the middle of its answers, while `/health` and `/metrics` still answer."""
+    """Checks a replica whose engine freezes in the middle of its answers. `/health` and `/metrics` still answer."""
     async with episode(stream, tree) as scene:
         await scene.fault("frozen")
         await scene.named("ejected")
@@ -123,7 +126,7 @@ async def frozen(stream: bool, tree: Path | None) -> list[Check]:
 
 
 async def busy(stream: bool, tree: Path | None) -> list[Check]:
-    """A replica refuses all requests as busy for 12 s, and its batch limit grows again soon after."""
+    """Checks a replica that refuses all requests as busy for 12 s: its batch limit must grow again soon after."""
     async with episode(stream, tree) as scene:
         await scene.fault("busy_503")
         await scene.answers_on(12.0)
@@ -135,7 +138,10 @@ async def busy(stream: bool, tree: Path | None) -> list[Check]:
 
 
 async def refuses(kind: str, words: Sequence[str], tree: Path | None, **more: float) -> list[Check]:
-    """A replica answers at once with an error of its own: clients see no error, and the headline names the replica."""
+    """Checks a replica that answers at once with an error.
+
+    Clients must see no error, and the summary of the page must name the replica.
+    """
     async with episode(False, tree) as scene:
         await scene.fault(kind, **more)
         await scene.named(*words, within_s=10.0)
@@ -147,7 +153,7 @@ async def refuses(kind: str, words: Sequence[str], tree: Path | None, **more: fl
 
 
 async def killed(stream: bool, tree: Path | None) -> list[Check]:
-    """SIGKILL of a replica, and a new process 6 s later: only streams that had begun there break."""
+    """Checks a replica that is killed, with a new process 6 s later: only streams that had begun there may break."""
     async with episode(stream, tree) as scene:
         await scene.stage.fleet.replicas[BROKEN].stop(signal.SIGKILL)
         await asyncio.sleep(max(0.0, 6.0 - await scene.named("down")))
@@ -160,7 +166,10 @@ async def killed(stream: bool, tree: Path | None) -> list[Check]:
 
 
 async def stopped(stream: bool, tree: Path | None) -> list[Check]:
-    """SIGSTOP of a replica for 10 s: the proxy detects it, and does not eject it as slow after SIGCONT."""
+    """Checks a SIGSTOP of a replica for 10 s.
+
+    The proxy must detect it, and must not eject the replica as slow after SIGCONT.
+    """
     async with episode(stream, tree) as scene:
         process = scene.stage.fleet.replicas[BROKEN].child
         process.send_signal(signal.SIGSTOP)
@@ -175,7 +184,7 @@ async def stopped(stream: bool, tree: Path | None) -> list[Check]:
 
 
 async def deadly(tree: Path | None) -> list[Check]:
-    """A request that kills every engine: at most two of four replicas die, and no other request fails."""
+    """Checks a request that kills every engine: at most two of four replicas may die, and no other request may fail."""
     async with staged((8, 8, 8, 8), tree=tree) as stage, stage.clients(Work(stream=False)) as clients:
         clients.closed(16, stage.proxy)
         await clients.rate(WARM_S)

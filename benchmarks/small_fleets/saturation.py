@@ -1,4 +1,7 @@
-"""Full fleets: throughput beside direct access, the answer of `/scale`, and the waits of critical requests."""
+"""Checks full fleets: their throughput, the answer of `/scale`, and the waits of critical requests.
+
+The throughput is compared with direct access to the replicas.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,14 @@ COLD_S = 15.0
 SETTLE_S, WINDOW_S, ROUNDS = 2.5, 7.0, 1
 CLIENTS_PER_PLACE = 3
 LARGE = 100
-"""Places from which the replicas run at a third of their speed, so that the cores are not the limit."""
+"""From this number of slots on, the replicas run at a third of their speed, so that the cores are not the limit."""
 
 
 async def throughput(sizes: Sequence[int], stream: bool, tree: Path | None) -> list[Check]:
-    """Tokens per second through a cold and a warm proxy, over the tokens per second of direct access."""
+    """Checks the tokens per second through a cold and a warm proxy.
+
+    They are divided by the tokens per second of direct access to the replicas.
+    """
     speed = 0.4 if sum(sizes) < LARGE else 0.13
     work = Work(stream, tokens=range(16, 129))
     async with staged(sizes, speed=speed, tree=tree) as stage:
@@ -46,12 +52,12 @@ async def throughput(sizes: Sequence[int], stream: bool, tree: Path | None) -> l
 
 @dataclass(frozen=True, slots=True)
 class _Saturated:
-    """Rates of a full fleet."""
+    """The rates of a full fleet."""
 
     before_per_s: float
-    """Tokens per second before the window."""
+    """The tokens per second before the measured window."""
     tokens_per_s: float
-    """Tokens per second in the window."""
+    """The tokens per second in the measured window."""
     answers_per_s: float
     advice: dict[str, Any]
     """The answer of `/scale` at the end."""
@@ -60,9 +66,9 @@ class _Saturated:
 async def _saturated(
     stage: Stage, sizes: Sequence[int], work: Work, until_s: float, *, direct: bool = False
 ) -> _Saturated:
-    """Fill the fleet with new clients, and measure a window that begins after `until_s`.
+    """Fills the fleet with new clients, and measures a window that begins after `until_s`.
 
-    Clients use the replica with the fewest of their requests if `direct`, and the proxy otherwise.
+    With `direct`, each client uses the replica with the fewest requests of these clients; otherwise the proxy.
     """
     urls = stage.fleet.replica_urls
     async with stage.clients(work) as clients:
@@ -79,7 +85,10 @@ async def _saturated(
 
 
 async def critical(sizes: Sequence[int], stream: bool, tree: Path | None) -> list[Check]:
-    """Two critical requests a second in a flood: their waits beside the same requests in an idle fleet."""
+    """Checks the waits of two critical requests a second during a flood.
+
+    The waits are compared with the waits of the same requests in an idle fleet.
+    """
     urgent = Work(stream, tokens=(24,), headers={"x-llm-d-inference-objective": "critical"})
     async with staged(sizes, tree=tree) as stage:
         async with stage.clients(Work(stream, range(32, 129))) as flood, stage.clients(urgent) as clients:

@@ -14,8 +14,7 @@ import aiohttp
 from benchmarks.fleet import Fleet, fleet, total_of, value_of
 from benchmarks.load import Clients, Work
 
-SPEED = 0.4
-"""Speed of the replicas, so slow that two cores do not limit a small fleet."""
+SPEED = 0.4  # The speed of the replicas. They are so slow that two cores do not limit a small fleet.
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +33,13 @@ class Check:
 
 
 def true(what: str, holds: bool, note: str = "") -> Check:
-    """A check of a statement: 1 where it holds."""
+    """Returns the check of a statement, whose figure is 1 if it holds and otherwise 0."""
     return Check(what, float(holds), least=1.0, note=note)
 
 
 @dataclass(slots=True)
 class Stage:
-    """A fleet, with readings of its pages."""
+    """A running fleet, and functions that read its pages."""
 
     fleet: Fleet
 
@@ -51,25 +50,28 @@ class Stage:
         return Clients(self.fleet.session, work, seed)
 
     async def limits(self) -> list[int]:
-        """The limit that the proxy has for each replica, in the order of the fleet; 0 without one."""
+        """Returns the batch limit that the proxy has for each replica, in the order of the fleet; 0 without a limit."""
         page = await self.fleet.metrics()
         names = [self.fleet.name(index) for index in range(len(self.fleet.replicas))]
         return [int(value_of(page, f'llmproxy_backend_limit{{backend="{name}"}}') or 0) for name in names]
 
     async def generated(self) -> float:
-        """Tokens that all replicas have generated, by their own counters."""
+        """Returns the tokens that all replicas have generated, from their own counters."""
         pages = await asyncio.gather(*(self.fleet.text(url + "/metrics") for url in self.fleet.replica_urls))
         return sum(total_of(page, "vllm:generation_tokens_total") for page in pages)
 
     async def tokens_per_s(self, seconds: float) -> float:
-        """Tokens per second that the replicas generate over the next `seconds`."""
+        """Returns the tokens per second that the replicas generate during the next `seconds`."""
         loop = asyncio.get_running_loop()
         before, began_s = await self.generated(), loop.time()
         await asyncio.sleep(seconds)
         return (await self.generated() - before) / (loop.time() - began_s)
 
     async def refuses(self, index: int) -> bool:
-        """Whether a replica refuses connections. A simulated replica whose engine died closes its port and runs on."""
+        """Returns whether a replica refuses connections.
+
+        A simulated replica whose engine died closes its port and keeps running.
+        """
         try:
             async with self.fleet.control.get(self.fleet.replica_urls[index] + "/health"):
                 return False
@@ -77,11 +79,14 @@ class Stage:
             return True
 
     def named(self, event: str, index: int) -> int:
-        """The number of log lines of a kind about a replica."""
+        """Returns the number of log lines of one event about a replica."""
         return sum(entry.get("backend") == self.fleet.name(index) for entry in self.fleet.events(event))
 
     async def soon(self, words: Sequence[str], within_s: float) -> tuple[float, str]:
-        """Seconds until the headline has all `words` (inf beyond `within_s`), and the last headline."""
+        """Returns the seconds until the summary of the page has all `words`, and the last summary.
+
+        The seconds are infinite if `within_s` passes first.
+        """
         loop = asyncio.get_running_loop()
         began_s, text = loop.time(), ""
         while loop.time() < began_s + within_s:
@@ -94,7 +99,10 @@ class Stage:
 
 @asynccontextmanager
 async def staged(sizes: Sequence[int], *, speed: float = SPEED, tree: Path | None = None) -> AsyncIterator[Stage]:
-    """A fleet of replicas with `sizes` places behind a proxy of the checkout `tree` (this one if None)."""
+    """Runs replicas with `sizes` slots behind a proxy, during the block.
+
+    `tree` is the checkout with the code of the proxy; None for this checkout.
+    """
     flags = [["--max-num-seqs", str(size), "--speed", str(speed)] for size in sizes]
     async with fleet(flags, tree=tree) as running:
         yield Stage(running)

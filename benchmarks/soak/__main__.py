@@ -2,11 +2,14 @@
 
     python -m benchmarks.soak --minutes 60
 
-`llmproxy serve` runs over three replicas of one model and two of another. Each request has an id. At the end, its
-client and its line in the log must agree, the metrics must count as many, and of requests, leases, bookings, bytes,
-tasks, timers and descriptors the proxy must have no more than before the first request. The exit status is 1 otherwise,
-or, in runs of 50 minutes and more, when memory grew by more than 8 MB an hour over the second half. Ctrl-C ends the run
-early, with its report.
+`llmproxy serve` runs over three replicas of one model and two replicas of another model. Each request has an id. The
+exit status is 1 if at the end one of these conditions does not hold:
+
+- For each request, the client and the log line agree, and the metrics count as many requests.
+- The proxy has no more requests, leases, bookings, bytes, tasks, timers and descriptors than before the first request.
+- In runs of 50 minutes and more, memory grew by at most 8 MB an hour over the second half.
+
+Ctrl-C ends the run early, with its report.
 """
 
 from __future__ import annotations
@@ -37,14 +40,15 @@ from benchmarks.table import Table
 SHARE = 0.7
 CAPACITY_WARM_S, CAPACITY_S = 8.0, 20.0
 MINUTE_S = 60.0
-FAULT_AFTER_S = 5.0
-"""From the beginning of a minute to its fault."""
+FAULT_AFTER_S = 5.0  # The seconds from the beginning of a minute to its fault.
 LOOK_EVERY_S = 10.0
-SETTLE_S = 120.0
-"""Longest wait until nothing is left: idle connections stay open for a while."""
+SETTLE_S = 120.0  # The longest wait until nothing is left of the requests: idle connections stay open for a while.
 SLOPE_SPAN_S = 1_500.0
 SLOPE_BYTES_MAX = 8e6
-"""Growth per hour over the second half, if that is `SLOPE_SPAN_S` or longer: 150 bytes for each of 50,000 requests."""
+"""The maximum growth of memory per hour, about 150 bytes for each of 50,000 requests.
+
+The growth is measured over the second half of the run if that takes at least SLOPE_SPAN_S.
+"""
 FAULTS: dict[str, tuple[Fault, float]] = {
     "killed, and started again": (killed, 3.0),
     "its gauges lie: always idle": (broken("lies"), 15.0),
@@ -62,14 +66,13 @@ FAULTS: dict[str, tuple[Fault, float]] = {
     "its engine is dead, and is started again": (broken("engine_dead", restarted=True), 3.0),
     "all are stopped at once, and go on": (stopped(every=True), 3.0),
 }
-"""Name to fault, and its length in seconds. The faults hit the replicas in turn."""
-EXPECTED_ERRORS = frozenset({"reload_failed"})
-"""Lines of the level error that a fault causes."""
+"""Name -> fault and its length in seconds. The faults hit the replicas in turn."""
+EXPECTED_ERRORS = frozenset({"reload_failed"})  # The log events of level error that a fault causes.
 
 
 @dataclass(slots=True)
 class Minute:
-    """A minute and its fault. `again_s` is the time until all backends were available, None without that."""
+    """A minute and its fault. `again_s` is the time until all backends were available again; None if they were not."""
 
     fault: str
     sent: int
@@ -82,9 +85,9 @@ class Figures:
     """The figures of the report."""
 
     capacity: float = 0.0
-    """Requests per second."""
+    """The requests per second of the full fleet."""
     rss: list[tuple[float, float]] = field(default_factory=list)
-    """Seconds since the load began, and bytes."""
+    """Pairs of the seconds since the load began and the resident bytes of the proxy."""
     minutes: list[Minute] = field(default_factory=list)
     events: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
@@ -92,7 +95,7 @@ class Figures:
 
 
 class Soak:
-    """A run. `stop` ends it early."""
+    """A run of the load and the faults. `stop` ends it early."""
 
     def __init__(self, running: Fleet, socket: Path, sender: Sender, stop: asyncio.Event) -> None:
         self._running = running
@@ -104,7 +107,7 @@ class Soak:
         self.figures = Figures()
 
     async def run(self, minutes: float, seed: int) -> None:
-        """Run the load and the faults. Failures of the fleet become problems of the figures."""
+        """Runs the load and the faults. Failures of the fleet become problems in the figures."""
         loop, figures = asyncio.get_running_loop(), self.figures
         before = await self._idle()
         figures.capacity = await self._sender.capacity(2 * SEQUENCES * len(MODELS), CAPACITY_WARM_S, CAPACITY_S)
@@ -127,7 +130,7 @@ class Soak:
     # --- the load -----------------------------------------------------------------------------------------------------
 
     async def _pause(self, until_s: float) -> None:
-        """Wait until then, or until the run is stopped."""
+        """Waits until the time `until_s`, or until the run is stopped."""
         seconds = until_s - asyncio.get_running_loop().time()
         if seconds > 0:
             with suppress(TimeoutError):
@@ -156,9 +159,10 @@ class Soak:
         )  # fmt: skip
 
     async def _apply(self, name: str, index: int) -> float | None:
-        """Apply a fault and wait until all backends are available.
+        """Applies a fault, and waits until all backends are available again.
 
-        Returns the seconds from the end of the fault, or None, with a problem, if that did not come about.
+        Returns the seconds from the end of the fault until then. If they do not become available, adds a problem and
+        returns None.
         """
         loop, (fault, lasts_s) = asyncio.get_running_loop(), FAULTS[name]
         try:
@@ -172,7 +176,7 @@ class Soak:
         return loop.time() - mended_s
 
     async def _look(self, began_s: float) -> None:
-        """Read memory and the log every ten seconds."""
+        """Reads memory and the log every ten seconds."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(LOOK_EVERY_S - (loop.time() - began_s) % LOOK_EVERY_S)
@@ -195,7 +199,10 @@ class Soak:
     # --- leftovers ----------------------------------------------------------------------------------------------------
 
     async def _idle(self) -> dict[str, dict[str, int]]:
-        """The most tasks, timers and descriptors of each kind without requests: polls come and go."""
+        """Returns the largest number of tasks, timers and descriptors of each kind while there are no requests.
+
+        The numbers vary, because polls come and go.
+        """
         most: dict[str, Counter[str]] = {"tasks": Counter(), "timers": Counter(), "descriptors": Counter()}
         for _ in range(10):
             answer = await probed(self._running, self._socket)
@@ -205,7 +212,7 @@ class Soak:
         return {kind: dict(counts) for kind, counts in most.items()}
 
     async def _settle(self, before: dict[str, dict[str, int]]) -> None:
-        """Wait until nothing is left. Leftovers are problems."""
+        """Waits until nothing is left of the requests. Leftovers become problems."""
         loop, figures = asyncio.get_running_loop(), self.figures
         # The clients have to close their idle connections.
         await self._sender.session.close()
@@ -253,12 +260,12 @@ def print_report(figures: Figures, ledger: Ledger) -> None:
 
 
 def shown(counts: Mapping[Any, int]) -> str:
-    """Counts, the largest first."""
+    """Returns counts as text, the largest first."""
     return json.dumps({str(name): count for name, count in sorted(counts.items(), key=lambda each: -each[1])})
 
 
 async def soak(minutes: float, seed: int) -> Figures:
-    """Print a line for each minute and a report."""
+    """Runs the soak, and prints a line for each minute and a report."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)

@@ -49,7 +49,7 @@ SETTINGS = {
 
 @asynccontextmanager
 async def soaked() -> AsyncIterator[tuple[Fleet, Path]]:
-    """The fleet, and the socket of its probe."""
+    """Runs the fleet during the block. Yields the fleet and the path of the socket of its probe."""
     flags = [[*FLAGS, "--model", model, *(["--adapter", ADAPTER] if model == "sim" else [])] for model in MODELS]
     with TemporaryDirectory(prefix="llmproxy-soak-") as folder:
         socket = Path(folder) / "probe"
@@ -59,13 +59,13 @@ async def soaked() -> AsyncIterator[tuple[Fleet, Path]]:
 
 
 async def all_available(running: Fleet) -> bool:
-    """Whether all backends are available."""
+    """Returns whether all backends are available."""
     found = re.findall(r"^llmproxy_backend_available{.*} 1\.0$", await running.metrics(), re.MULTILINE)
     return len(found) == len(MODELS)
 
 
 async def counted(running: Fleet) -> Counter[str]:
-    """Requests by outcome, from the metrics."""
+    """Returns the number of requests by outcome, from the metrics."""
     found = re.findall(r'^llmproxy_requests_total{.*outcome="(\w+)".*} (\S+)$', await running.metrics(), re.MULTILINE)
     counts: Counter[str] = Counter()
     for outcome, count in found:
@@ -74,14 +74,14 @@ async def counted(running: Fleet) -> Counter[str]:
 
 
 def usage_of(pid: int) -> tuple[int, int]:
-    """Resident bytes and open descriptors of a process. Raises OSError if it has ended."""
+    """Returns the resident bytes and the open descriptors of a process. Raises OSError if it has ended."""
     proc = Path(f"/proc/{pid}")
     pages = int((proc / "statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE"), len(list((proc / "fd").iterdir()))
 
 
 async def probed(running: Fleet, socket: Path) -> dict[str, Any]:
-    """The answer of `benchmarks.soak.probe`, and the open descriptors of the proxy."""
+    """Returns the answer of `benchmarks.soak.probe`, and the open descriptors of the proxy."""
     reader, writer = await asyncio.open_unix_connection(socket)
     try:
         answer: dict[str, Any] = json.loads(await reader.read())
@@ -101,7 +101,7 @@ class Log:
         """Lines that are no JSON: traces, and warnings of the interpreter."""
 
     def new(self) -> list[dict[str, Any]]:
-        """The lines since the last call. A line that is not complete yet comes with the next call."""
+        """Returns the lines since the last call. A line that is not complete yet comes with the next call."""
         with self._path.open("rb") as log:
             log.seek(self._read)
             text = log.read()

@@ -1,4 +1,4 @@
-"""The arithmetic of the soak: the growth of memory, and whether client and proxy agree on each request."""
+"""The calculations of the soak: the growth of memory, and whether client and proxy agree about each request."""
 
 from __future__ import annotations
 
@@ -8,21 +8,19 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import linear_regression
 
-Samples = Sequence[tuple[float, float]]
-"""(seconds, value), in order of time."""
+Samples = Sequence[tuple[float, float]]  # Pairs of seconds and a value, in order of time.
 HOUR_S = 3600.0
-SHOWN_MAX = 20
-"""Problems that are listed; further ones are counted."""
+SHOWN_MAX = 20  # The maximum number of problems that are listed. Further problems are only counted.
 
 
 def slope_per_hour(samples: Samples) -> float:
-    """The growth of a value by least squares, in its unit per hour; 0 with fewer than two times."""
+    """Returns the growth of a value by least squares, in its unit per hour; 0 with fewer than two times."""
     times_s = [at_s for at_s, _ in samples]
     return HOUR_S * linear_regression(times_s, [value for _, value in samples]).slope if len(set(times_s)) > 1 else 0.0
 
 
 def second_half(samples: Samples) -> Samples:
-    """The samples in the second half of their time."""
+    """Returns the samples in the second half of their time."""
     if not samples:
         return samples
     middle_s = (samples[0][0] + samples[-1][0]) / 2.0
@@ -30,12 +28,12 @@ def second_half(samples: Samples) -> Samples:
 
 
 class End(StrEnum):
-    """The end of a request for its client."""
+    """How a request ended for its client."""
 
     WHOLE = "whole"
     REFUSED = "an error"
     BROKEN = "broken"
-    """200, and then an error event, or an answer that was cut."""
+    """The client got 200, and then an error event or an answer that was cut."""
     LEFT = "left"
     UNSENT = "left before anything was sent"
     LOST = "lost"
@@ -44,7 +42,7 @@ class End(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A request as its client saw it. `status` is None without an answer, and `detail` is for people."""
+    """A request as its client saw it. `status` is None if no answer came, and `detail` is a text for people."""
 
     end: End
     status: int | None = None
@@ -52,7 +50,7 @@ class View:
 
 
 def agree(view: View, outcome: str, status: int) -> bool:
-    """Whether the client's view of a request fits the proxy's log line."""
+    """Returns whether the client's view of a request fits the proxy's log line."""
     if view.end in (End.LEFT, End.UNSENT):
         # The answer may have ended in any way at the moment when its client left.
         return outcome != "internal"
@@ -67,7 +65,7 @@ def agree(view: View, outcome: str, status: int) -> bool:
 
 @dataclass(slots=True)
 class Ledger:
-    """Each request by its id: sent once, ended once for its client, and logged once by the proxy."""
+    """Every request by its id: it must be sent once, end once for its client, and be logged once by the proxy."""
 
     sent: int = 0
     ends: Counter[End] = field(default_factory=Counter)
@@ -82,7 +80,7 @@ class Ledger:
         self._open[request_id] = None
 
     def end(self, request_id: str, view: View) -> None:
-        """Enter the end of a request for its client."""
+        """Notes how a request ended for its client."""
         self.ends[view.end] += 1
         if request_id in self._logged:
             self._match(request_id, view, *self._logged.pop(request_id))
@@ -90,7 +88,7 @@ class Ledger:
             self._open[request_id] = view
 
     def log(self, request_id: str, outcome: str, status: int) -> None:
-        """Enter the proxy's log line of a request."""
+        """Notes the proxy's log line of a request."""
         self.outcomes[outcome] += 1
         if request_id not in self._open or request_id in self._logged:
             self.problems.append(f"{request_id}: logged as {outcome} again, or never sent")
@@ -109,11 +107,11 @@ class Ledger:
 
     @property
     def silent(self) -> int:
-        """Requests that were sent, have ended for their client, and are not logged yet."""
+        """Returns the number of requests that have ended for their client and are not logged yet."""
         return sum(view is not None and view.end is not End.UNSENT for view in self._open.values())
 
     def closed(self, counted: Mapping[str, int]) -> list[str]:
-        """All problems after the last request. `counted` are the proxy's metrics by outcome."""
+        """Returns all problems after the last request. `counted` are the proxy's metrics by outcome."""
         problems = list(self.problems)
         for request_id, view in self._open.items():
             if view is None:
@@ -130,5 +128,5 @@ class Ledger:
 
 
 def left_over(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
-    """Names with a larger count than before, and the difference."""
+    """Returns the names whose count is larger than before, with the difference."""
     return {name: count - before.get(name, 0) for name, count in after.items() if count > before.get(name, 0)}

@@ -1,4 +1,7 @@
-"""The clients of the soak: four dialects, models and tenants, streams and answers in one piece. Some clients leave."""
+"""The clients of the soak: four APIs, several models and tenants, answers with and without a stream.
+
+Some clients leave.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,10 @@ import aiohttp
 from benchmarks.soak.fleet import ADAPTER, ALIAS, key_of
 from benchmarks.soak.ledger import End, Ledger, View
 
-LEAVES = 0.05
-"""Share of the clients that leave before the end of their answer."""
+LEAVES = 0.05  # The share of the clients that leave before the end of their answer.
 LEAVES_AFTER_S = (0.02, 2.0)
 TOKENS = (16, 112)
-TIMEOUT_S = 120.0
-"""Longer than any wait in the proxy."""
+TIMEOUT_S = 120.0  # The time limit of a request, longer than any wait in the proxy.
 PREFIXES = 40
 PREFIX_WORDS, OWN_WORDS = 60, 30
 TAIL_BYTES = 600
@@ -27,16 +28,16 @@ TAIL_BYTES = 600
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """An endpoint."""
+    """An API endpoint."""
 
     path: str
     prompt: Callable[[str], Mapping[str, Any]]
     limit: str
-    """The member that limits the answer."""
+    """The member of the body that limits the answer."""
     end: bytes
-    """Bytes at the end of a complete stream."""
+    """The bytes with which a complete stream ends."""
     error: bytes
-    """Bytes at the beginning of an error event."""
+    """The bytes with which an error event begins."""
 
 
 CHAT = Dialect(
@@ -53,14 +54,14 @@ RESPONSES = Dialect(
 MESSAGES = Dialect("/v1/messages", CHAT.prompt, "max_tokens", b'{"type":"message_stop"}\n\n', b"event: error")
 DIALECTS = {CHAT: 60, COMPLETIONS: 20, RESPONSES: 10, MESSAGES: 10}
 NAMES = {"sim": 35, ADAPTER: 15, ALIAS: 10, "small": 40}
-"""Models in the proportion of the capacity of both pools."""
+"""The names of the models, with shares in proportion to the capacity of both pools."""
 TENANTS = {"desk": 20, "app": 60, "batch": 20}
 STREAMS = 0.65
 
 
 @dataclass(frozen=True, slots=True)
 class SoakRequest:
-    """A request. `leaves_after_s` is None for a client that stays."""
+    """A request of the soak. `leaves_after_s` is None if its client stays to the end."""
 
     dialect: Dialect
     tenant: str
@@ -69,7 +70,7 @@ class SoakRequest:
 
 
 class SoakRequests:
-    """Random requests. A seed gives one order."""
+    """Makes random requests. Equal seeds give equal requests."""
 
     def __init__(self, seed: int, leaves: float = LEAVES) -> None:
         self._rng = random.Random(seed)
@@ -102,7 +103,10 @@ def _drawn(rng: random.Random, weighted: Mapping[Any, int]) -> Any:
 
 
 def sending_traced() -> aiohttp.TraceConfig:
-    """Appends to the list in a request's context when the first bytes of the request are sent."""
+    """Returns a trace configuration that notes when the first bytes of a request are sent.
+
+    The time is appended to the list in the context of the request.
+    """
 
     async def note(_: aiohttp.ClientSession, context: SimpleNamespace, __: aiohttp.TraceRequestChunkSentParams) -> None:
         context.trace_request_ctx.append(True)
@@ -114,7 +118,7 @@ def sending_traced() -> aiohttp.TraceConfig:
 
 @dataclass(slots=True)
 class Sender:
-    """Sends requests and records in the ledger how each ended for its client."""
+    """Sends requests, and records in the ledger how each ended for its client."""
 
     session: aiohttp.ClientSession
     url: str
@@ -156,7 +160,10 @@ class Sender:
         return View(End.WHOLE, 200) if complete and not broken else View(End.BROKEN, 200, text[-200:])
 
     async def offer(self, rate: float, seed: int, stop: asyncio.Event) -> None:
-        """Send `rate` requests per second at random moments until `stop`, then wait for the open ones."""
+        """Sends `rate` requests per second at random moments until `stop` is set.
+
+        Then waits until all open requests have ended.
+        """
         loop, rng, requests = asyncio.get_running_loop(), random.Random(seed + 1), SoakRequests(seed)
         at_s = loop.time()
         async with asyncio.TaskGroup() as tasks:
@@ -166,7 +173,10 @@ class Sender:
                 tasks.create_task(self.one(requests.next()))
 
     async def capacity(self, clients: int, warm_s: float, seconds: float) -> float:
-        """Requests per second of a full fleet: `clients` in closed loops, after `warm_s` in which batches fill."""
+        """Returns the requests per second of a full fleet.
+
+        `clients` send one request after the other. The first `warm_s`, in which batches fill, do not count.
+        """
         loop, requests, served = asyncio.get_running_loop(), SoakRequests(1, leaves=0.0), 0
         begins_s = loop.time() + warm_s
 

@@ -1,7 +1,7 @@
-"""Reports leftovers of requests inside a proxy as JSON on each connection to a UNIX socket.
+"""Reports leftovers of requests inside a proxy as JSON, on each connection to a UNIX socket.
 
-This is a plugin of the proxy under test (`plugins: [benchmarks.soak.probe]`). SOAK_PROBE has the path of the socket. No
-metric has tasks and timers.
+This is a plugin of the proxy under test (`plugins: [benchmarks.soak.probe]`). SOAK_PROBE has the path of the socket.
+The probe is needed because no metric counts tasks and timers.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ from llmproxy.app import Proxy
 
 PATH_VARIABLE = "SOAK_PROBE"
 SLEEP = "_set_result_unless_cancelled"
-"""The timer of `asyncio.sleep`. The sleeping task is counted already."""
+"""The name of the callback of `asyncio.sleep`. Such a timer is not counted, because the sleeping task is counted."""
 
 _opened: list[tuple[Proxy, asyncio.AbstractEventLoop]] = []
 _make = Proxy.__init__
 
 
 def left(proxy: Proxy) -> dict[str, Any]:
-    """Leftovers now, read on the proxy's loop. `check` is the result of the scheduler's own check of its sums."""
+    """Returns the leftovers of requests, read on the proxy's event loop.
+
+    `check` is the result of the scheduler's own check of its sums.
+    """
     now = asyncio.get_running_loop().time()
     pools, queued = proxy.pools, list(proxy.pools.queued().values())
     try:
@@ -60,7 +63,7 @@ def _timer(thing: Any, now: float) -> str | None:
 
 
 def _answer() -> dict[str, Any]:
-    """Reads the leftovers on the loop, for a caller in another thread."""
+    """Reads the leftovers on the event loop, for a caller in another thread."""
     proxy, loop = _opened[-1]
     found: Future[dict[str, Any]] = Future()
 

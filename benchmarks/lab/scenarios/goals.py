@@ -1,4 +1,4 @@
-"""Parts of goals: figures over seeds, ratios of paired runs, and the bound of a critical request's wait."""
+"""Helpers for goals: figures over all seeds, ratios of paired runs, and a bound for the wait of critical requests."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ Figure = Callable[[RunResult], float | None]
 
 
 def mean(runs: Sequence[RunResult], figure: Figure) -> float | None:
-    """The mean over seeds with the figure; None without any."""
+    """Returns the mean of a figure over the seeds that have it; None if no seed has it."""
     known = [value for run in runs if (value := figure(run)) is not None]
     return fmean(known) if known else None
 
 
 def worst(runs: Sequence[RunResult], figure: Figure) -> float | None:
-    """The largest value over seeds."""
+    """Returns the largest value of a figure over the seeds; None if no seed has it."""
     return max((value for run in runs if (value := figure(run)) is not None), default=None)
 
 
 def least(runs: Sequence[RunResult], figure: Figure) -> float | None:
-    """The smallest value over seeds."""
+    """Returns the smallest value of a figure over the seeds; None if no seed has it."""
     return min((value for run in runs if (value := figure(run)) is not None), default=None)
 
 
 def versus(runs: Sequence[RunResult], others: Sequence[RunResult], figure: Figure) -> float | None:
-    """The mean figure of `runs` over the mean figure of `others`, for the same seeds."""
+    """Returns the mean of a figure of `runs`, divided by its mean of `others`, for the same seeds."""
     seeds = {run.seed for run in runs} & {run.seed for run in others}
     ours = mean([run for run in runs if run.seed in seeds], figure)
     theirs = mean([run for run in others if run.seed in seeds], figure)
@@ -37,20 +37,20 @@ def versus(runs: Sequence[RunResult], others: Sequence[RunResult], figure: Figur
 
 
 def in_band(name: str, figure: Callable[[GroupResult], float | None]) -> Figure:
-    """A figure of the requests of a band."""
+    """Returns a figure of a run: `figure` of the requests in the band `name`."""
     return lambda run: figure(run.by_band[name]) if name in run.by_band else None
 
 
 def of_tenant(name: str, figure: Callable[[GroupResult], float | None]) -> Figure:
-    """A figure of the requests of a tenant."""
+    """Returns a figure of a run: `figure` of the requests of the tenant `name`."""
     return lambda run: figure(run.by_tenant[name]) if name in run.by_tenant else None
 
 
 def full_step_s(place: Place, prompt_tokens: int, new_tokens: int, context_tokens: int) -> float:
-    """Seconds of the longest step of a full engine of the fleet.
+    """Returns the seconds of the longest step of a full engine of the fleet.
 
-    All sequences decode, each over `context_tokens`, and the budget of the step is full of prompts. `new_tokens` of
-    each prompt are not cached.
+    All sequences decode, each with a context of `context_tokens`, and the token budget of the step is full of prompts.
+    `new_tokens` of each prompt are not cached.
     """
     return max(
         scaled_profile(spec, place.prefill_scale).step_s(

@@ -36,13 +36,13 @@ FULL_SEEDS = (1, 2, 3, 4, 5)
 
 
 class RunSet:
-    """Finished runs by place, policy and seed."""
+    """The finished runs, by place (a case at a load), policy and seed."""
 
     def __init__(self) -> None:
         self.finished: dict[tuple[str, Point], Finished] = {}
 
     def run(self, wanted: Iterable[tuple[Place, Point]]) -> None:
-        """Run all points."""
+        """Runs all `wanted` points, and keeps the results in `finished`."""
         todo = [(place.label, place.simulation(point.seed), point) for place, point in wanted]
         columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TextColumn("runs"), TimeElapsedColumn())
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
@@ -53,13 +53,13 @@ class RunSet:
                 bar.advance(task)
 
     def of(self, place: Place, policy: str, seeds: Sequence[int]) -> list[Finished]:
-        """The runs of a policy at a place, by seed."""
+        """Returns the runs of a policy at a place, in the order of `seeds`."""
         found = [self.finished.get((place.label, place.point(policy, seed))) for seed in seeds]
         return [one for one in found if one is not None]
 
 
 def main() -> None:
-    """Run a set and print it."""
+    """Runs a set of cases and prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="all cases with intervals instead of the quick set")
     parser.add_argument("--only", default="", help="workloads, such as W1,W5; all unless given")
@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def _all_of(place: Place) -> Iterator[tuple[Place, str]]:
-    """All runs of a place, and the runs beside it."""
+    """Yields all runs of a place, and the additional runs for its comparisons."""
     yield from ((place, policy) for policy in place.case.policies)
     yield from ((place.beside(one), one.policy) for one in place.case.beside)
 

@@ -19,26 +19,29 @@ TRACES = Path(__file__).resolve().parents[2] / "traces"
 OURS = ("cost", "blend")
 STRONG = ("cache_aware", "epp_blend", "epp_sticky", "dynamo_cost")
 TELLING = (*OURS, "late_least_request", "round_robin", *STRONG, "oracle")
-"""For the further cases of a workload. The other baselines rank between these, and run in the quick case."""
+"""The policies for the further cases of a workload.
+
+The other baselines are between these, and run only in the quick case.
+"""
 POLICIES = (*TELLING, "random", "least_request", "power_of_two", "session")
 WARMUP = 0.1
-"""Share of each trace whose requests are not counted, because caches are cold and limits are not learned."""
+"""The share of each trace whose requests are not counted, because caches are cold and limits are not learned yet."""
 
 
 def critical_goodput(run: RunResult) -> float | None:
-    """Goodput of the critical band alone."""
+    """Returns the goodput of the critical band alone; None without such requests."""
     return run.by_band["critical"].goodput if "critical" in run.by_band else None
 
 
 def victims_goodput(run: RunResult) -> float | None:
-    """Mean goodput of all tenants except the tenant with the most work."""
+    """Returns the mean goodput of all tenants except the tenant with the most work."""
     tenants = sorted(run.by_tenant.values(), key=lambda group: group.asked_share or 0.0)[:-1]
     return fmean(group.goodput for group in tenants if group.goodput is not None) if tenants else None
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A figure of a run that can decide. `higher`: more is better."""
+    """A figure of a run by which policies are compared. `higher`: whether more is better."""
 
     name: str
     of: Callable[[RunResult], float | None]
@@ -55,13 +58,13 @@ Shape = Callable[[SimulatedFleet, float], SimulatedFleet]
 
 
 def plain(fleet: SimulatedFleet, duration_s: float) -> SimulatedFleet:
-    """The fleet unchanged."""
+    """Returns the fleet unchanged."""
     del duration_s
     return fleet
 
 
 def sized(**given: int) -> Shape:
-    """Sets fields of every replica, such as max_num_seqs=16."""
+    """Returns a shape that sets fields of every replica, such as max_num_seqs=16."""
 
     def shape(fleet: SimulatedFleet, duration_s: float) -> SimulatedFleet:
         del duration_s
@@ -71,7 +74,10 @@ def sized(**given: int) -> Shape:
 
 
 def with_fault(at: float, kind: FleetFaultKind, first: int, value: float = 0.0, until: float | None = None) -> Shape:
-    """A fault of the first `first` replicas, from share `at` of the trace on."""
+    """Returns a shape that adds a fault of the first `first` replicas.
+
+    The fault begins at the share `at` of the trace, and ends at the share `until`; None for never.
+    """
 
     def shape(fleet: SimulatedFleet, duration_s: float) -> SimulatedFleet:
         until_s = None if until is None else until * duration_s
@@ -82,7 +88,7 @@ def with_fault(at: float, kind: FleetFaultKind, first: int, value: float = 0.0, 
 
 
 def joining(last: int, at: float) -> Shape:
-    """The last `last` replicas join at share `at` of the trace."""
+    """Returns a shape in which the last `last` replicas join at the share `at` of the trace."""
 
     def shape(fleet: SimulatedFleet, duration_s: float) -> SimulatedFleet:
         early, late = fleet.replicas[:-last], fleet.replicas[-last:]
@@ -92,7 +98,7 @@ def joining(last: int, at: float) -> Shape:
 
 
 def behind(proxies: int) -> Shape:
-    """Several proxies in front, which know nothing of each other."""
+    """Returns a shape with several proxies in front of the fleet, which know nothing of each other."""
 
     def shape(fleet: SimulatedFleet, duration_s: float) -> SimulatedFleet:
         del duration_s
@@ -114,7 +120,7 @@ def both(*shapes: Shape) -> Shape:
 class Beside:
     """A further run of a place for comparison: another part of the same arrivals, at the same rate.
 
-    `reshaped` changes the fleet. Requests before share `warmup` of the trace are not counted.
+    `reshaped` changes the fleet. Requests before the share `warmup` of the trace are not counted.
     """
 
     name: str
@@ -126,7 +132,7 @@ class Beside:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """The measured value of a figure (None without one) and the wanted value. `about` is a remark."""
+    """A wanted value of a figure and the measured value (None without one). `about` is a remark."""
 
     name: str
     measured: float | None
@@ -143,7 +149,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The results of a place by policy, and of its runs beside by name, with a run for each seed."""
+    """The results of a place: by policy, and of the additional runs by name, with a run for each seed."""
 
     place: Place
     runs: Mapping[str, Sequence[RunResult]]
@@ -152,17 +158,19 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A trace on a fleet."""
+    """A trace on a fleet, with its loads and the figure that decides."""
 
     name: str
     trace: str
-    """A generator, or a file in `benchmarks/traces`."""
+    """The name of a generator, or of a file in `benchmarks/traces`."""
     fleet: str
     loads: tuple[float | None, ...]
-    """Shares of the rate that the fleet can balance (`rate_balance` in `llmproxy.lab.policies.bounds`), or None for the
-    rate of the trace."""
+    """The loads as shares of the rate that the fleet can serve (`rate_balance` in `llmproxy.lab.policies.bounds`).
+
+    None means the rate of the trace.
+    """
     requests: int | None = None
-    """Requests of a file for each seed, each seed from a stretch of its own."""
+    """How many requests of a file each seed plays, from different parts of the file; None for all."""
     replicate: int = 1
     shape: Shape = plain
     policies: tuple[str, ...] = POLICIES
@@ -170,23 +178,23 @@ class Case:
     mix: Mix = AS_IT_IS
     """The part of the trace's requests that is played."""
     known_limits: bool = False
-    """The proxy has the batch limit of every replica (`max_in_flight`) and does not learn it."""
+    """Whether the proxy is configured with the batch limit of every replica (`max_in_flight`) and does not learn it."""
     beside: tuple[Beside, ...] = ()
     goals: Callable[[Found], list[Goal]] | None = None
     quick: bool = True
-    """Part of `make lab`."""
+    """Whether the case is a part of `make lab`."""
     quick_loads: tuple[float | None, ...] | None = None
     warmup: float = WARMUP
-    """Share of the trace whose requests are not counted."""
+    """The share of the trace whose requests are not counted."""
     warmup_s: float | None = None
-    """Seconds in place of `warmup`."""
+    """The seconds whose requests are not counted, in place of `warmup`."""
     objectives_named: bool = False
-    """Each request names the objectives by which it is judged."""
+    """Whether each request names the objectives by which it is judged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A workload and its cases. `about` is for people."""
+    """A workload with its cases. `about` is a text for people."""
 
     key: str
     title: str
@@ -197,7 +205,7 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A case at a load, with its bounds. All seeds run at the rate of the first."""
+    """A case at a load, with the bounds of any policy there. All seeds run at the rate of the first seed."""
 
     scenario: Scenario
     case: Case
@@ -208,7 +216,7 @@ class Place:
     bounds: Mapping[str, Bound]
 
     def simulation(self, seed: int) -> Simulation:
-        """The traffic of one seed."""
+        """Returns the traffic and the fleet for one seed."""
         simulation = replace(_simulation(self.case, seed), fleet=self.fleet)
         if self.case.warmup_s is not None:
             duration_s = prepared(simulation, seed, self.rate_scale)[1].duration_s
@@ -222,7 +230,7 @@ class Place:
         return replace(simulation, config=simulation.config.model_copy(update={"backends": backends}))
 
     def beside(self, one: Beside) -> Place:
-        """The place of a run beside."""
+        """Returns the place of an additional run."""
         name = f"{self.case.name}, {one.name}"
         case = replace(self.case, name=name, mix=one.mix, policies=(one.policy,), beside=(), warmup=one.warmup)
         return replace(self, case=case, fleet=self.fleet if one.reshaped is None else one.reshaped(self.fleet))
@@ -237,7 +245,7 @@ class Place:
 
 
 def config_of(case: Case) -> Config:
-    """The configuration of a case. The tenants of a trace are the flows."""
+    """Returns the configuration of a case. The tenants of the trace are the flows."""
     overrides = {"scheduling.flow": "header:x-tenant", **(case.overrides or {})}
     return load(None, [Override(key, value, case.name) for key, value in overrides.items()])
 
@@ -276,7 +284,7 @@ def placed(scenario: Scenario, case: Case, load: float | None, prefill_scale: fl
 
 
 def places(scenarios: Sequence[Scenario], quick: bool, prefill_scales: Sequence[float], seed: int) -> list[Place]:
-    """Every case of `scenarios` at each of its loads."""
+    """Returns every case of `scenarios` at each of its loads."""
     found = []
     for scenario in scenarios:
         for case in scenario.cases:

@@ -13,7 +13,7 @@ RESAMPLES = 4_000
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """The geometric mean of paired ratios and its 95 % bootstrap interval; no interval from a single pair."""
+    """The geometric mean of paired ratios, and its 95 % bootstrap interval; no interval for a single pair."""
 
     mean: float
     low: float | None = None
@@ -21,7 +21,7 @@ class Ratio:
 
     @property
     def above_one(self) -> bool | None:
-        """True or False if the interval excludes 1, else None."""
+        """Returns whether the ratio is above 1; None if the interval contains 1."""
         if self.low is None or self.high is None or self.low <= 1.0 <= self.high:
             return None
         return self.low > 1.0
@@ -33,10 +33,10 @@ class Ratio:
 
 
 def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio | None:
-    """The ratio of ours to theirs, pair by pair; None if a figure is zero.
+    """Returns the ratio of `ours` to `theirs`, pair by pair; None if a figure is zero.
 
-    Percentile bootstrap (Efron, 1979) over pairs, with a fixed seed: equal figures give equal intervals. Raises
-    ValueError for unequal lengths.
+    The interval is a percentile bootstrap (Efron, 1979) over pairs, with a fixed seed: equal figures give equal
+    intervals. Raises ValueError for unequal lengths.
     """
     if len(ours) != len(theirs):
         raise ValueError(f"{len(ours)} figures cannot be paired with {len(theirs)}")

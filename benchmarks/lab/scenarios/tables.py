@@ -1,4 +1,4 @@
-"""The results of a set: tables for a terminal, and pages."""
+"""The results of a set of runs, as tables for a terminal and as pages."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from llmproxy.lab.results.report import Extra, ExtraTable, page
 from llmproxy.lab.results.result import SimulationResult, load_label, to_bytes
 from llmproxy.lab.run.runs import Finished
 
-Runs = Callable[[Place, str, Sequence[int]], list[Finished]]
-"""The runs of a policy at a place, by seed."""
+Runs = Callable[[Place, str, Sequence[int]], list[Finished]]  # Returns the runs of a policy at a place, by seed.
 
 BOUNDS = ("utilisation", "ttft_p99_pooled", "ttft_p99_floor", "hit_pooled_lru", "lora_static_hit", "vtc_difference")
 FIGURES = ("goodput", "TTFT p50", "TTFT p99", "TPOT p99 ms", "hit", "imbalance", "refused", "failed", "apart ktok")
@@ -26,7 +25,7 @@ GOAL_HEADS = ("goal", "measured", "wanted", "")
 
 
 def print_place(console: Console, place: Place, runs: Mapping[str, Sequence[Finished]]) -> None:
-    """A row for every policy at a place, and below the table the bounds."""
+    """Prints a row for every policy at a place, and the bounds below the table."""
     title = f"{place.label} (rate x{place.rate_scale:g})"
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1))
     table.add_column("policy", no_wrap=True)
@@ -43,7 +42,7 @@ def print_place(console: Console, place: Place, runs: Mapping[str, Sequence[Fini
 
 
 def found_at(place: Place, runs: Runs, seeds: Sequence[int]) -> Found:
-    """All results of a place."""
+    """Returns all results of a place."""
     by_policy = {policy: runs(place, policy, seeds) for policy in place.case.policies}
     beside = {one.name: runs(place.beside(one), one.policy, seeds) for one in place.case.beside}
     return Found(
@@ -54,7 +53,7 @@ def found_at(place: Place, runs: Runs, seeds: Sequence[int]) -> Found:
 
 
 def goal_rows(found: Found) -> list[list[str]]:
-    """A row for each goal of a place, and none while a run of the place is missing."""
+    """Returns a row for each goal of a place; no rows while a run of the place is missing."""
     goals = found.place.case.goals
     if goals is None or not all(found.runs.values()) or not all(found.beside.values()):
         return []
@@ -70,7 +69,7 @@ def goal_rows(found: Found) -> list[list[str]]:
 
 
 def print_goals(console: Console, found: Found) -> None:
-    """The goals of a place."""
+    """Prints the goals of a place."""
     if rows := goal_rows(found):
         table = Table(*GOAL_HEADS, box=box.SIMPLE_HEAD, padding=(0, 1))
         for row in rows:
@@ -79,7 +78,10 @@ def print_goals(console: Console, found: Found) -> None:
 
 
 def versus(place: Place, ours: Sequence[Finished], theirs: Sequence[Finished]) -> Ratio | None:
-    """The ratio of the figure that decides. Above 1 is better for `ours`, also where a smaller figure is better."""
+    """Returns the ratio of the figure that decides.
+
+    A ratio above 1 is better for `ours`, also if a smaller figure is better.
+    """
     metric = place.scenario.decides
     by_seed = {one.run.point.seed: metric.of(one.run) for one in theirs}
     pairs = [(metric.of(one.run), by_seed.get(one.run.point.seed)) for one in ours]
@@ -89,7 +91,7 @@ def versus(place: Place, ours: Sequence[Finished], theirs: Sequence[Finished]) -
 
 
 def print_verdicts(console: Console, found: Sequence[Place], runs: Runs, seeds: Sequence[int]) -> None:
-    """Our policy beside the best other policy at each load."""
+    """Prints for each load how our policy compares with the best other policy."""
     ratio = f"{OURS[0]} / best other, prefill x1 and x1.9"
     heads = ("place", "decides", OURS[0], "best other", "oracle", ratio, "verdict")
     table = Table(*heads, title=f"Where {OURS[0]} ranks", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
@@ -114,7 +116,10 @@ def print_verdicts(console: Console, found: Sequence[Place], runs: Runs, seeds: 
 
 
 def verdict(ratios: Sequence[Ratio | None]) -> str:
-    """Ahead or behind if every interval says so, else open. Without intervals, a comparison of the means."""
+    """Returns "ahead" or "behind" if the intervals of all ratios say so, otherwise "open".
+
+    With a single seed there are no intervals, and the means are compared. Without a ratio, the result is "no ratio".
+    """
     known = [ratio for ratio in ratios if ratio is not None]
     if not known or len(known) < len(ratios):
         return "no ratio"
@@ -128,7 +133,7 @@ def verdict(ratios: Sequence[Ratio | None]) -> str:
 
 
 def write_pages(out: Path, found: Sequence[Place], runs: Runs, seeds: Sequence[int]) -> None:
-    """Write a folder with result.json and report.html for each case with runs."""
+    """Writes for each case with runs a folder with result.json and report.html."""
     for group in _grouped(found, lambda place: (place.scenario.key, place.case.name)):
         case, scenario = group[0].case, group[0].scenario
         some = [one for place in group for policy in case.policies for one in runs(place, policy, seeds)]
@@ -193,7 +198,7 @@ def _share(figures: Iterable[float | None]) -> str:
 
 
 def _best_other(place: Place, runs: Runs, seeds: Sequence[int]) -> str | None:
-    """The best policy that is neither ours in any form nor the oracle."""
+    """Returns the best policy that is neither ours in any form nor the oracle; None without one."""
     sign = 1.0 if place.scenario.decides.higher else -1.0
     rivals = {
         policy: figure

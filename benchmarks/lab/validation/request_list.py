@@ -1,4 +1,4 @@
-"""The requests for a real vLLM and the engine model, from a generator with a seed."""
+"""Makes the list of requests for a real vLLM and for the engine model, from a seed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _TOKENS = range(16, 4096)
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of the list. `at_once`: its requests queue together. `overflows`: they overflow the KV cache."""
+    """A part of the list.
+
+    `at_once`: all its requests are sent before the engine runs. `overflows`: they need more than the KV cache.
+    """
 
     name: str
     requests: Sequence[ListedRequest]
@@ -24,7 +27,7 @@ class Part:
 
 
 def recorded_list(settings: Settings, seed: int) -> list[Part]:
-    """Returns the list for a replica. Equal settings and seeds give equal lists.
+    """Returns the list for a replica with these settings. Equal settings and seeds give equal lists.
 
     Raises UnfitError if a request is longer than the context.
     """

@@ -1,7 +1,7 @@
-"""Makes every step of a vLLM last: `--logits-processors benchmarks.lab.validation.slow_steps:SlowSteps`.
+"""Makes every step of a vLLM slower: `--logits-processors benchmarks.lab.validation.slow_steps:SlowSteps`.
 
-A tiny model on a CPU computes tokens faster than its own HTTP server hands them out. The server then neither shows its
-gauges nor obeys a pause until the engine has nothing left to do. The sleep changes no rule of the scheduler.
+A tiny model on a CPU computes tokens faster than the HTTP server of vLLM sends them. The server then neither updates
+its gauges nor obeys a pause until the engine has nothing left to do. The sleep changes no rule of the scheduler.
 """
 
 from __future__ import annotations

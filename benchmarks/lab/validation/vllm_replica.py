@@ -1,4 +1,4 @@
-"""A client of a real vLLM replica: settings, counters and gauges, and answers by token ids.
+"""A client of a real vLLM replica. It reads settings, counters and gauges, and gets answers as token ids.
 
 The replica needs vLLM's developer mode (VLLM_SERVER_DEV_MODE=1). Only in this mode it shows its settings, empties its
 prefix cache, and pauses while a burst queues in a known order.
@@ -36,14 +36,15 @@ _GAUGES = (
 
 
 class UnfitError(Exception):
-    """A replica that is not comparable. The text has the remedy."""
+    """A replica cannot be compared with the engine model. The text has the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class ListedRequest:
-    """A request of the list. `salt` is vLLM's cache_salt, and `adapter` None is the base model.
+    """A request of the list.
 
-    `after` names an earlier request whose prompt and answer precede `prompt`, as in the next turn of a conversation.
+    `salt` is vLLM's cache_salt. `adapter` is None for the base model. `after` names an earlier request whose prompt and
+    answer precede `prompt`, as in the next request of a conversation.
     """
 
     name: str
@@ -56,7 +57,7 @@ class ListedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Token ids of prompt and answer, and the number of cached prompt tokens."""
+    """The token ids of a prompt and of its answer, and the number of cached prompt tokens."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -65,7 +66,10 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, order=True)
 class State:
-    """The gauges at a moment. `deferred` are waiting requests whose adapter does not fit the batch."""
+    """The gauges of a replica at one moment.
+
+    `deferred` counts waiting requests whose adapter does not fit the batch.
+    """
 
     running: int = 0
     waiting: int = 0
@@ -95,7 +99,7 @@ class Replica:
         self._session = session
 
     async def settings(self) -> Settings:
-        """Read the settings. Raises UnfitError if the replica is not comparable."""
+        """Reads the settings of the replica. Raises UnfitError if it cannot be compared with the engine model."""
         url = f"{self.url}/server_info"
         async with self._session.get(url, params={"config_format": "json"}) as answer:
             if answer.status != 200:
@@ -129,17 +133,20 @@ class Replica:
         )
 
     async def forget(self) -> None:
-        """Empty the prefix cache."""
+        """Empties the prefix cache."""
         if not (await self._post("reset_prefix_cache"))["success"]:
             raise UnfitError(f"{self.url} did not empty its prefix cache: another client uses it")
 
     async def counters(self) -> dict[str, int]:
-        """Returns totals by the names of the engine model. `token_steps` are steps that gave a token."""
+        """Returns the counters of the replica, named as in the engine model.
+
+        `token_steps` counts the steps that produced a token.
+        """
         page = await self._scrape(_COUNTERS.values())
         return {name: int(_values(page, series)[0]) for name, series in _COUNTERS.items()}
 
     async def send(self, model: str, request: ListedRequest, prompt: Sequence[int]) -> aiohttp.ClientResponse:
-        """Send a request. Returns when the request is in the engine's queue."""
+        """Sends a request, and returns when it is in the engine's queue."""
         body = {
             "model": request.adapter or model,
             "prompt": list(prompt),
@@ -159,7 +166,7 @@ class Replica:
         return response
 
     async def read(self, request: ListedRequest, prompt: Sequence[int], response: aiohttp.ClientResponse) -> Answer:
-        """Wait for the whole answer to a request."""
+        """Waits for the whole answer to a request, and returns it."""
         tokens: list[int] = []
         usage = None
         async with response:
@@ -181,21 +188,21 @@ class Replica:
         return Answer(tuple(prompt), tuple(tokens), usage["prompt_tokens_details"]["cached_tokens"])
 
     async def hold(self) -> None:
-        """Pause the engine between two steps. New requests queue."""
+        """Pauses the engine between two steps. New requests queue meanwhile."""
         await self._post("pause", mode="keep", clear_cache="false")
 
     async def go_on(self) -> None:
-        """Resume the engine."""
+        """Lets the engine run again after `hold`."""
         await self._post("resume")
 
     async def pulse(self) -> None:
-        """Resume a paused engine for a few steps."""
+        """Lets a paused engine run a few steps."""
         await self.go_on()
         await asyncio.sleep(_PULSE_S)
         await self.hold()
 
     async def state(self) -> State:
-        """Read the gauges."""
+        """Reads the gauges of the replica."""
         page = await self._scrape(_GAUGES)
         (running,), (waiting,) = _values(page, _GAUGES[0]), _values(page, _GAUGES[1])
         (deferred,) = _values(page, _GAUGES[2], 'reason="deferred"')
@@ -220,7 +227,10 @@ def _values(page: str, series: str, label: str = "") -> list[float]:
 
 
 def _adapters(page: str) -> tuple[str, ...]:
-    """Returns the adapters of the newest series. vLLM removes no series, and the value is the time of the series."""
+    """Returns the adapters of the newest series.
+
+    vLLM removes no series, and the value of a series is the time when it was set.
+    """
     found = re.findall(r'^vllm:lora_requests_info\{.*running_lora_adapters="([^"]*)".*\} (\S+)$', page, re.MULTILINE)
     newest = max(found, key=lambda series: float(series[1]), default=("", ""))[0]
     return tuple(sorted(name for name in newest.split(",") if name))

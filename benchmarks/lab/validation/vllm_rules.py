@@ -57,25 +57,28 @@ SAMPLED_SHARE_MIN = 0.3
 
 @dataclass(slots=True)
 class Seen:
-    """The behaviour of vLLM or of the model in a part of the list."""
+    """The behaviour of vLLM, or of the engine model, in a part of the list."""
 
     cached_tokens: dict[str, int] = field(default_factory=dict)
-    """By the name of the request."""
+    """Name of a request -> its cached prompt tokens."""
     ended: list[list[str]] = field(default_factory=list)
-    """Names in the order of their last tokens, in groups that may have ended in one step."""
+    """The names of the requests in the order of their last tokens, in groups that may have ended in one step."""
     states: list[State] = field(default_factory=lambda: [State()])
-    """States without equal neighbours."""
+    """The states in order. Equal states that follow each other are kept once."""
     counters: dict[str, int] = field(default_factory=dict)
-    """Differences over the part."""
+    """Name of a counter -> its increase during the part."""
 
     def add_state(self, state: State) -> None:
-        """Append a state that differs from the last."""
+        """Appends a state, unless it equals the last."""
         if state != self.states[-1]:
             self.states.append(state)
 
 
 async def ask_replica(replica: Replica, model: str, part: Part) -> tuple[Seen, dict[str, Answer]]:
-    """Send a part to a real replica. Returns its behaviour and its answers by name. Raises TimeoutError if it hangs."""
+    """Sends a part to a real replica. Returns its behaviour, and its answers by the name of the request.
+
+    Raises TimeoutError if the replica hangs.
+    """
     await replica.forget()
     seen, answers = Seen(), dict[str, Answer]()
     before = await replica.counters()
@@ -97,7 +100,7 @@ async def ask_replica(replica: Replica, model: str, part: Part) -> tuple[Seen, d
 
 
 async def _ask_at_once(replica: Replica, model: str, part: Part, seen: Seen, answers: dict[str, Answer]) -> None:
-    """Queue all requests, then run a few steps at a time and read the state in between."""
+    """Queues all requests, then runs a few steps at a time and reads the state in between."""
     await replica.hold()
     try:
         responses = [await replica.send(model, request, request.prompt) for request in part.requests]
@@ -122,7 +125,7 @@ async def _ask_at_once(replica: Replica, model: str, part: Part, seen: Seen, ans
 
 
 def ask_model(settings: Settings, part: Part, answers: dict[str, Answer]) -> Seen:
-    """Send the same part to a model of the replica, with the tokens of the real answers."""
+    """Sends the same part to an engine model of the replica, which generates the tokens of the real answers."""
     engine = Engine(
         profile_named("tiny"),
         max_num_seqs=settings.max_num_seqs,
@@ -162,7 +165,7 @@ def ask_model(settings: Settings, part: Part, answers: dict[str, Answer]) -> See
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A figure of a part. `lines` are the differences."""
+    """A figure of a part, for vLLM and for the model. `lines` describe the differences."""
 
     figure: str
     real: str
@@ -258,7 +261,7 @@ Result = tuple[str, Settings, list[tuple[Part, Seen, dict[str, Answer]]]]
 
 
 async def ask_all(replica: Replica, seed: int) -> Result:
-    """Send the whole list to a real replica. Raises UnfitError if it is not comparable."""
+    """Sends the whole list to a real replica. Raises UnfitError if it cannot be compared with the engine model."""
     settings = await replica.settings()
     print(f"{replica.url}: {settings}", file=sys.stderr)
     parts = recorded_list(settings, seed)
@@ -266,7 +269,7 @@ async def ask_all(replica: Replica, seed: int) -> Result:
 
 
 async def main() -> int:
-    """Print the table. Returns 1 for a broken band, 2 if a replica is not comparable."""
+    """Prints the table. Returns 1 if a figure is outside its band, and 2 if a replica cannot be compared."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", action="append", required=True, metavar="URL", help="a real vLLM; repeatable")
     parser.add_argument("--seed", type=int, default=SEED, help="of the recorded list")

@@ -1,4 +1,4 @@
-"""The workloads, in virtual time. W10, the cost of the proxy itself, is `make bench`."""
+"""The workloads W1 to W11, which run in virtual time. W10, the cost of the proxy itself, is `make bench`."""
 
 from benchmarks.lab.scenarios.workloads import (
     w1_conversation,

@@ -11,17 +11,16 @@ from llmproxy.lab.fleet.spec import SimulatedFleet
 ALWAYS, NEVER = "cost(disaggregation=always)", "cost(disaggregation=never)"
 PAIRED = ("cost", ALWAYS, NEVER, "vllm_router_pd", "llmd_pd", "dynamo_pd")
 LENGTHS = "gen:step_bursts,factor=1,rate=15,duration_s=60,sigma=0.5"
-BELOW_MOST = 0.01
-"""The goodput that `auto` may lose against the better fixed rule."""
+BELOW_MOST = 0.01  # How much goodput `auto` may lose against the better of the fixed rules `always` and `never`.
 
 
 def all_both(fleet: SimulatedFleet) -> SimulatedFleet:
-    """The same replicas without roles."""
+    """Returns the same replicas without roles."""
     return replace(fleet, replicas=tuple(replace(spec, role=Role.BOTH) for spec in fleet.replicas))
 
 
 def _ahead(least: float) -> Callable[[Found], list[Goal]]:
-    """The lead of `auto` over the better fixed rule."""
+    """Returns a goal: by how much `auto` is better than the better fixed rule."""
 
     def goals(found: Found) -> list[Goal]:
         if not all(found.runs.get(policy) for policy in ("cost", ALWAYS, NEVER)):
@@ -34,7 +33,10 @@ def _ahead(least: float) -> Callable[[Found], list[Goal]]:
 
 
 def _case(name: str, trace: str, prefill: int, requests: int | None = None, least: float = -BELOW_MOST) -> Case:
-    """Eight replicas, `prefill` of them for prompts, and the same replicas without roles beside them."""
+    """Returns a case with eight replicas. `prefill` replicas compute only prompts.
+
+    An additional run has the same replicas without roles.
+    """
     return Case(
         f"{name}, {prefill} + {8 - prefill} x 8B",
         trace,

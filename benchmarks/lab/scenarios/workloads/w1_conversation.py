@@ -9,7 +9,10 @@ FURTHER = partial(CHAT, policies=TELLING, quick=False)
 
 
 def _small(replicas: int, sequences: int, known: bool) -> Case:
-    """Batches that fill before the memory does. The proxy learns their size or gets it."""
+    """Returns a case whose batches fill before the KV cache does.
+
+    `known`: the proxy is configured with the batch limit.
+    """
     return FURTHER(
         f"{replicas} x 8B, batches of {sequences}, limits {'given' if known else 'learned'}",
         fleet=f"{replicas}xllama-8b-h100",

@@ -14,7 +14,7 @@ UNRANKED = ("cost", "oracle")
 
 
 def loading(cold_s: float) -> Shape:
-    """Sets the time to read an adapter from disk."""
+    """Returns a shape that sets the seconds to read an adapter from disk."""
 
     def shape(fleet: SimulatedFleet, duration_s: float) -> SimulatedFleet:
         del duration_s
@@ -25,7 +25,7 @@ def loading(cold_s: float) -> Shape:
 
 
 def goals(found: Found) -> list[Goal]:
-    """As good as the best other policy, and no ejection of a replica that loads an adapter."""
+    """Returns the goals: as good as the best other policy, and no ejection of a replica that loads an adapter."""
     others = {name: mean(runs, GOODPUT.of) for name, runs in found.runs.items() if name not in UNRANKED}
     known = [(goodput, name) for name, goodput in others.items() if goodput is not None]
     best_goodput, best = max(known, default=(0.0, ""))

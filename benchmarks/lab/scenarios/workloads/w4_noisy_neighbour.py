@@ -24,7 +24,7 @@ JAIN: Figure = lambda run: run.fairness.jain_least  # noqa: E731
 
 
 def victims_ttft_p99(run: RunResult, noisy: str) -> float | None:
-    """TTFT p99 of the median tenant, without `noisy` and tenants with few requests."""
+    """Returns the TTFT p99 of the median tenant, without `noisy` and without tenants that have few requests."""
     figures = [
         group.ttft_s.p99
         for name, group in run.by_tenant.items()
@@ -34,13 +34,13 @@ def victims_ttft_p99(run: RunResult, noisy: str) -> float | None:
 
 
 def against(found: Found, figure: Figure) -> str:
-    """The same figure under the policies without shares."""
+    """Returns the same figure under the policies without shares, as text."""
     about = [(name, worst(found.runs[policy], figure)) for name, policy in (("fcfs", FCFS), ("in turn", ROUND_ROBIN))]
     return ", ".join(f"{name} {value:.3g}" for name, value in about if value is not None)
 
 
 def shared(found: Found) -> list[Goal]:
-    """The goals of tenants that want more than the capacity."""
+    """Returns the goals for tenants that together want more than the capacity."""
     ours, fcfs = found.runs["cost"], found.runs[FCFS]
     chosen = config_of(found.place.case).scheduling
     longest = max((run.fairness.prompt_tokens_most for run in ours), default=0)
@@ -57,7 +57,7 @@ def shared(found: Found) -> list[Goal]:
 
 
 def noisy(tenant: str) -> Callable[[Found], list[Goal]]:
-    """The goals where `tenant` asks too often: other tenants must not notice."""
+    """Returns goals for a case in which `tenant` asks too often: the other tenants must not notice."""
 
     def goals(found: Found) -> list[Goal]:
         ours, fcfs = (
@@ -77,7 +77,7 @@ ARENA = "lmsys_arena_vtc_real.csv.gz"
 
 
 def _loud(name: str, trace: str, tenant: str, sequences: int, requests: int | None = None) -> Case:
-    """A tenant asks for ten times as much as in the file."""
+    """Returns a case in which a tenant asks for ten times as much as in the file."""
     return FULL(
         name,
         trace,

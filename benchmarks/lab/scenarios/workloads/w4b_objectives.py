@@ -8,23 +8,23 @@ from llmproxy.lab.results.fairness import ADHERENCE_S
 from llmproxy.lab.results.result import RunResult
 
 OUTPUT_TOKENS = 128
-ROOM = "ceilings=1/1/1"
-"""There is a single band, so no room is reserved."""
+ROOM = "ceilings=1/1/1"  # The setting of ceilings for a single band: no capacity is reserved for higher bands.
 OURS = f"cost(fairness=slo,ordering=least_slack,{ROOM})"
 OTHERS = (f"cost(fairness=fair_share,ordering=least_slack,{ROOM})", f"cost(fairness=fcfs,{ROOM})", "least_request")
 POINTS = 0.02
 
 
 def adherence(run: RunResult) -> float | None:
-    """The least share of a tenant's requests with their objective kept, over all 5 minutes."""
+    """Returns the share of requests that kept their objective, of the worst tenant in the worst 5 minutes."""
     return run.fairness.adherence_least
 
 
 def optimum(found: Found) -> float | None:
-    """The max-min optimum in the fullest 5 minutes: the completions of a busy fleet over all requests that ended.
+    """Returns the max-min optimum in the fullest 5 minutes.
 
-    All requests cost the same and have one objective, so that the best shares of all tenants are equal. The most
-    completions per second under any policy count as the capacity of the fleet.
+    This is the number of completions of a busy fleet, divided by all requests that ended. All requests cost the same
+    and have one objective, so that the best shares of all tenants are equal. The most completions per second under any
+    policy count as the capacity of the fleet.
     """
     runs = [run for some in found.runs.values() for run in some]
     done = max((run.loaded.output_tokens_per_s / OUTPUT_TOKENS for run in runs), default=0.0)
@@ -33,7 +33,7 @@ def optimum(found: Found) -> float | None:
 
 
 def goals(found: Found) -> list[Goal]:
-    """The distance of the worst tenant to the optimum."""
+    """Returns the goal: how far the worst tenant is from the optimum."""
     best = optimum(found)
     others = [(policy, least(found.runs[policy], adherence)) for policy in OTHERS]
     about = ", ".join(f"{policy} {value:.3f}" for policy, value in others if value is not None)

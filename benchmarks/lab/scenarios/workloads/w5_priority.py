@@ -14,8 +14,7 @@ TRACE = (
     f"gen:priority_mix,rate=25,duration_s=120,prompt_tokens={PROMPT_TOKENS},shared_tokens={SHARED_TOKENS},"
     f"output_tokens={OUTPUT_TOKENS}"
 )
-LEARNED_IN_S = 10.0
-"""Learned limits should be as good as given limits after this time."""
+LEARNED_IN_S = 10.0  # The seconds after which learned limits should be as good as given limits.
 ALONE = Beside("critical alone", "cost", Mix(band="critical"))
 LEVEL = Beside("all bands equal, fcfs", "cost(fairness=fcfs,ceilings=1/1/1)", Mix(level=True))
 FRONTIER = (*(f"cost(ceilings=1/{ceiling:g}/{ceiling:g})" for ceiling in (0.6, 0.7, 0.8, 0.9)), "cost(headroom_s=0)")
@@ -26,17 +25,20 @@ critical_ttft_p99 = in_band("critical", lambda group: group.ttft_s.p99)
 
 
 def tokens_per_s(run: RunResult) -> float | None:
-    """Output tokens per second of all bands during the traffic."""
+    """Returns the output tokens per second of all bands during the traffic."""
     return run.loaded.output_tokens_per_s or None
 
 
 def of_band_per_s(run: RunResult, band: str) -> float:
-    """Output tokens per second of a band during the traffic."""
+    """Returns the output tokens per second of a band during the traffic."""
     return run.loaded.output_tokens.get(band, 0) / run.loaded.duration_s if run.loaded.duration_s else 0.0
 
 
 def left_over(run: RunResult, of: RunResult) -> float | None:
-    """The rate of default in `run`, over the lesser of its demand and the rate that critical leaves of `of`."""
+    """Returns the rate of the band `default` in `run`, divided by the rate that it could have.
+
+    It could have its demand, or the rate that the critical band leaves of the run `of` if that is smaller.
+    """
     span_s = run.loaded.duration_s
     if not span_s or "default" not in run.by_band:
         return None
@@ -46,7 +48,7 @@ def left_over(run: RunResult, of: RunResult) -> float | None:
 
 
 def goals(found: Found) -> list[Goal]:
-    """The goals of critical requests, and bounds of their cost for other bands."""
+    """Returns the goals of critical requests, and bounds for their cost to other bands."""
     place, ours, alone, level = found.place, found.runs["cost"], found.beside[ALONE.name], found.beside[LEVEL.name]
     step_s = full_step_s(place, PROMPT_TOKENS, PROMPT_TOKENS - SHARED_TOKENS, PROMPT_TOKENS + OUTPUT_TOKENS // 2)
     solo_s = mean(alone, critical_ttft_p99)

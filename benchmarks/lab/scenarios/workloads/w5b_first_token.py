@@ -11,24 +11,27 @@ SEQUENCES = 8
 FIRST_S = 10.0
 EVERY_S = (0.5, 0.15)
 BEGINNINGS = {"flood first": (15.0, 0.0), "critical first": (0.0, 15.0)}
-"""When critical traffic and the flood begin. No room is reserved for a band without requests."""
+"""When critical traffic and the flood begin, in seconds. No capacity is reserved for a band without requests."""
 ALONE = Beside("critical alone", "cost", Mix(band="critical"), warmup=0.0)
 WANTED, WANTED_WHILE_LEARNING = 1.6, 3.0
-"""Times the TTFT p95 of the critical requests alone."""
+"""The wanted TTFT p95, as a multiple of the TTFT p95 of the critical requests alone."""
 
 
 def ttft_p50(group: GroupResult) -> float | None:
-    """The median first token of a group."""
+    """Returns the median time to the first token of a group of requests."""
     return group.ttft_s.p50
 
 
 def ttft_p95(group: GroupResult) -> float | None:
-    """The p95 of the first token of a group."""
+    """Returns the p95 of the time to the first token of a group of requests."""
     return group.ttft_s.p95
 
 
 def goals(found: Found) -> list[Goal]:
-    """The first token of critical requests beside the flood and alone, in the first seconds and later."""
+    """Returns the goals for the first token of critical requests, with and without the flood.
+
+    The first seconds and the later time have separate goals.
+    """
     ours, alone = found.runs["cost"], found.beside[ALONE.name]
     solo_p50_s, solo_p95_s = (mean(alone, in_band("critical", figure)) for figure in (ttft_p50, ttft_p95))
     judged = []

@@ -24,8 +24,7 @@ from llmproxy.lab.results.result import RunResult
 KEPT = "cost(preemption=false)"
 LEVEL, LEVEL_KEPT = "cost(headroom_s=0)", "cost(headroom_s=0,preemption=false)"
 HOLD_S = 30.0
-IN_TURN_S = (20.0, 27.0, 33.0, 40.0)
-"""Absence of each of four replicas."""
+IN_TURN_S = (20.0, 27.0, 33.0, 40.0)  # For how many seconds each of the four replicas is absent.
 ERRORS = frozenset(Outcome) - {Outcome.COMPLETED, Outcome.CANCELLED}
 
 critical_ttft_p99 = in_band("critical", lambda group: group.ttft_s.p99)
@@ -33,7 +32,7 @@ sheddable_wait = in_band("sheddable", lambda group: group.ttft_s.mean)
 
 
 def rolled(kind: FleetFaultKind, gone_s: tuple[float, ...]) -> Shape:
-    """The replicas are gone in turn, each for its seconds, and 5 s apart."""
+    """Returns a shape in which the replicas are absent one after the other, each for its seconds, 5 s apart."""
 
     def shape(fleet: SimulatedFleet, duration_s: float) -> SimulatedFleet:
         del duration_s
@@ -47,7 +46,7 @@ def rolled(kind: FleetFaultKind, gone_s: tuple[float, ...]) -> Shape:
 
 
 def preempted(found: Found) -> list[Goal]:
-    """The gain of preemption for critical requests, and its cost for sheddable ones."""
+    """Returns the goals for the gain of critical requests by preemption, and its cost to sheddable requests."""
     judged = []
     for name, policy, kept in (("", "cost", KEPT), (", no ceilings", LEVEL, LEVEL_KEPT)):
         ours, others = found.runs[policy], found.runs[kept]
@@ -73,12 +72,12 @@ def preempted(found: Found) -> list[Goal]:
 
 
 def errors(run: RunResult) -> float:
-    """Requests without their whole answer."""
+    """Returns the number of requests that did not get their whole answer."""
     return float(sum(count for outcome, count in run.outcomes.items() if Outcome(outcome) in ERRORS))
 
 
 def rolled_out(found: Found) -> list[Goal]:
-    """Errors that clients see in a rollout."""
+    """Returns the goals for errors that clients see in a rollout."""
     ours = found.runs["cost"]
     outcomes: dict[str, int] = {}
     for run in ours:

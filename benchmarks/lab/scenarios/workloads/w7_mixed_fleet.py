@@ -11,12 +11,12 @@ BLIND = "cost(without=objectives)"
 
 
 def tight_goodput(run: RunResult) -> float | None:
-    """Goodput of the requests with the narrow objective."""
+    """Returns the goodput of the requests with the narrow objective."""
     return run.by_tenant["tight"].goodput if "tight" in run.by_tenant else None
 
 
 def attained(found: Found) -> list[Goal]:
-    """Compares the kept objectives with a policy that ignores them."""
+    """Returns the goal: the share of kept objectives, compared with a policy that ignores objectives."""
     blind, blind_tight = mean(found.runs[BLIND], GOODPUT.of), mean(found.runs[BLIND], tight_goodput)
     return [
         Goal("objectives kept", mean(found.runs["cost"], GOODPUT.of), blind or 1.0, about="as without a look at them"),

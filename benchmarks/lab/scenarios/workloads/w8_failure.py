@@ -24,9 +24,11 @@ from llmproxy.lab.results.result import RunResult
 
 SIZES = sized(max_num_seqs=16)
 WITHIN_S = {FleetFaultKind.KILL: 1.0, FleetFaultKind.RESTART: 1.0, FleetFaultKind.HANG: 2.0, FleetFaultKind.SLOW: 5.0}
-"""Goals for the detection of a fault. For a hang it is five times the TTFT p99 of the run if that is more."""
-SETTLED_S = 10.0
-"""Time after a fault until the fleet should be as good as without its replica."""
+"""The seconds within which a fault must be detected.
+
+For a hang, five times the TTFT p99 of the run counts if that is more.
+"""
+SETTLED_S = 10.0  # The seconds after a fault until the fleet should be as good as without the broken replica.
 ATTEMPTS_MOST = 1.05
 BEFORE_A_BYTE = frozenset(Outcome) - {Outcome.COMPLETED, Outcome.CANCELLED, Outcome.BROKEN_STREAM}
 LATER, WITHOUT = "later", "later, without it"
@@ -34,7 +36,7 @@ FAULT_AT = 0.4
 
 
 def restarts(*moments: tuple[float, int], away_s: float) -> Shape:
-    """Restarts at a share of the trace, each of the replica of an index."""
+    """Returns a shape with restarts. `moments` are pairs of a share of the trace and the index of a replica."""
 
     def shape(fleet: SimulatedFleet, duration_s: float) -> SimulatedFleet:
         names = [spec.name for spec in fleet.replicas]
@@ -48,22 +50,25 @@ IN_TURN = restarts(*((0.2 + 0.09 * index, index) for index in range(8)), away_s=
 
 
 def without_first(fleet: SimulatedFleet) -> SimulatedFleet:
-    """The fleet without the replica of the fault."""
+    """Returns the fleet without the replica that has the fault."""
     return replace(fleet, replicas=fleet.replicas[1:], faults=())
 
 
 def lost(run: RunResult) -> float:
-    """Requests that ended in an error before their first byte."""
+    """Returns the number of requests that ended in an error before their first byte."""
     return float(sum(count for outcome, count in run.outcomes.items() if Outcome(outcome) in BEFORE_A_BYTE))
 
 
 def attempts(run: RunResult) -> float | None:
-    """Attempts for each request."""
+    """Returns the mean number of attempts of a request."""
     return run.attempts / run.offered if run.offered else None
 
 
 def noticed_s(kind: FleetFaultKind) -> Callable[[RunResult], float | None]:
-    """The longest time to the detection of a fault of this kind; None without a fault or without detection."""
+    """Returns a figure of a run: the longest time to the detection of a fault of this kind.
+
+    The figure is None without a fault or without a detection.
+    """
 
     def of(run: RunResult) -> float | None:
         times = [one.noticed_s for one in run.noticed if one.kind == kind]
@@ -73,7 +78,7 @@ def noticed_s(kind: FleetFaultKind) -> Callable[[RunResult], float | None]:
 
 
 def survived(found: Found) -> list[Goal]:
-    """Nothing lost, early detection, few retries, and soon as good as without the replica."""
+    """Returns the goals: nothing lost, early detection, few retries, and soon as good as without the replica."""
     ours = found.runs["cost"]
     judged = [
         Goal("requests lost before their first byte", worst(ours, lost), 0.0, False),
@@ -94,7 +99,7 @@ def survived(found: Found) -> list[Goal]:
 
 
 def _case(name: str, shape: Shape, quick: bool = False, *, later: float | None = None, load: float = 0.7) -> Case:
-    """`later`: share of the trace from which it is compared with the fleet without the replica."""
+    """Returns a case. `later`: the share of the trace from which it is compared with the fleet without the replica."""
     beside: tuple[Beside, ...] = ()
     if later is not None:
         beside = (Beside(LATER, "cost", warmup=later), Beside(WITHOUT, "oracle", reshaped=without_first, warmup=later))
@@ -112,8 +117,7 @@ def _case(name: str, shape: Shape, quick: bool = False, *, later: float | None =
     )
 
 
-AFTER = 0.58
-"""Share of the trace, of about 58 s, that is `SETTLED_S` after a fault at `FAULT_AT`."""
+AFTER = 0.58  # The share of a trace of about 58 s that is SETTLED_S after a fault at FAULT_AT.
 
 SCENARIO = Scenario(
     "W8",

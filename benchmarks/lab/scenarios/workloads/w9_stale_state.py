@@ -33,7 +33,7 @@ def _case(name: str, shape: Shape, quick: bool = False) -> Case:
 
 
 def _shared(name: str, shape: Shape) -> Case:
-    """Traffic with shared prefixes, which Azure's file does not have, so that KV events matter."""
+    """Returns a case of traffic with shared prefixes, so that KV events matter. Azure's file has no shared prefixes."""
     return Case(
         f"{name}, b2b, 8 x Qwen3-32B TP2",
         "gen:shared_system_prompts,rate=12,duration_s=100",
