@@ -105,7 +105,7 @@ class BackendRegistry:
         then changes nothing.
         """
         if self._wanted.get(source) == tuple(backends):
-            # Most answers of DNS repeat the last one, and reading the CA files takes 34 ms for each backend.
+            # Most answers of DNS repeat the last one.
             return
         peers_tls(backends)
         self._wanted[source] = tuple(backends)

@@ -22,9 +22,12 @@ class WatchedFile:
         self._taken: Stamp | None = None
         self._seen: Stamp | None = None
 
-    def take(self) -> None:
-        """Marks the present metadata as seen. Call it before reading the file, so that only later changes count."""
+    def take(self) -> Stamp | None:
+        """Marks the present metadata as seen, and returns them. Call it before reading the file, so that only later
+        changes count.
+        """
         self._taken = self._seen = self._stamp()
+        return self._seen
 
     def has_changed(self) -> bool:
         """Checks the file. Returns True once for each complete change."""

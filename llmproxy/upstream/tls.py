@@ -5,8 +5,14 @@ from __future__ import annotations
 import ssl
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
+from os import devnull
+from pathlib import Path
 
 from llmproxy.config import BackendConfig, BackendTlsConfig, ConfigError, WatchedFile
+from llmproxy.config.watched import Stamp
+
+CONTEXTS_MAX = 64  # Largest number of shared contexts. A context with the CAs of the system takes 34 ms.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,11 +31,9 @@ class PeerTls:
     @classmethod
     def from_config(cls, backend: BackendConfig) -> PeerTls:
         """Reads the CA file of a backend. Raises OSError if the file cannot be used."""
-        authorities = None
-        if backend.tls.ca is not None:
-            authorities = WatchedFile(backend.tls.ca)
-            authorities.take()
-        return cls(context_for(backend.tls), backend.tls, authorities)
+        tls = backend.tls
+        authorities = WatchedFile(tls.ca or Path(ssl.get_default_verify_paths().cafile or devnull))
+        return cls(context_for(tls, authorities.take()), tls, authorities if tls.ca else None)
 
 
 def peers_tls(backends: Iterable[BackendConfig]) -> dict[str, PeerTls]:
@@ -49,8 +53,12 @@ def ca_error(tls: BackendTlsConfig, error: OSError) -> str:
     return f"{tls.ca} holds no certificate: {error.strerror or error}"
 
 
-def context_for(tls: BackendTlsConfig) -> ssl.SSLContext:
-    """Returns the context of a client. Raises OSError if the CA file cannot be used."""
+@lru_cache(CONTEXTS_MAX)
+def context_for(tls: BackendTlsConfig, _: Stamp | None = None) -> ssl.SSLContext:
+    """Returns the context of a client, the same one for equal settings and an equal state of the CA file.
+
+    Raises OSError if the CA file cannot be used.
+    """
     context = ssl.create_default_context(cafile=tls.ca)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     # This proxy only speaks HTTP/1.1, so a proxy in front of an engine must not choose HTTP/2.

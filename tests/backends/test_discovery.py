@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import ssl
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -276,6 +277,33 @@ async def test_authorities_are_not_read_again_where_a_source_says_the_same(
     for _ in range(3):
         registry.update("dns", [BackendConfig(name="a", url="https://127.0.0.1:1")])
     assert read == ["a"]
+
+
+async def test_backends_with_equal_trust_share_one_context(
+    registry: BackendRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Path | None] = []
+    create = ssl.create_default_context
+
+    def counted(cafile: Path | None) -> ssl.SSLContext:
+        made.append(cafile)
+        return create(cafile=cafile)
+
+    def pods(n: int, **tls: Any) -> list[BackendConfig]:
+        trust = BackendTlsConfig(ca=ca, **tls)
+        return [BackendConfig(name=f"{port}", url=f"https://127.0.0.1:{port}", tls=trust) for port in range(1, n + 1)]
+
+    monkeypatch.setattr("llmproxy.upstream.tls.ssl.create_default_context", counted)
+    ca = tmp_path / "ca.pem"
+    trustme.CA().cert_pem.write_to_path(str(ca))
+    registry.update("pods", pods(8))
+    registry.update("pods", pods(9))
+    assert made == [ca]
+    registry.update("pods", pods(9, server_name="engine"))
+    assert made == [ca] * 2
+    trustme.CA(key_type=trustme.KeyType.RSA).cert_pem.write_to_path(str(ca))
+    registry.update("pods", pods(12))
+    assert made == [ca] * 3
 
 
 async def test_a_drain_outlives_updates_and_ends_with_the_backend(registry: BackendRegistry) -> None:
