@@ -69,16 +69,24 @@ def init(
     ] = None,
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="File to write.")] = Path("llmproxy.yaml"),
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
-    api_key: ApiKey = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            "--api-key",
+            metavar="KEY",
+            help=f"API key of the servers. {PREFIX}BACKEND_API_KEY is for the URLs alone, not for servers of --from.",
+        ),
+    ] = None,
 ) -> None:
     """Look at servers, and write a configuration with only what differs from the defaults.
 
     Without URLs and --from, ask for them in a terminal. --from reads a command of vllm-router, production-stack or
     SGLang's gateway, values of production-stack's chart, a configuration of LiteLLM or nginx, or an InferencePool.
+    Servers of --from that answer, but not like engines, are left out.
     """
     from llmproxy.tools.doctor.carried import NotReadError
     from llmproxy.tools.doctor.init import configuration, write
-    from llmproxy.tools.doctor.look import look_at
+    from llmproxy.tools.doctor.look import look_at, look_at_unnamed
     from llmproxy.tools.doctor.presets import PRESETS
     from llmproxy.tools.doctor.report import report
     from llmproxy.tools.doctor.router_files import read_from
@@ -89,11 +97,23 @@ def init(
         fail([f"llmproxy init: {out} exists; choose another name with --out, or replace it with --force"])
     try:
         carried = read_from(source, FLAGS_ELSEWHERE) if source is not None else None
-        texts = [*(urls or ()), *(carried.backends if carried is not None else ())]
-        backends = load(None, from_flags({}, texts or _asked_for(source))).backends
-        replicas = asyncio.run(look_at([one for one in backends if not one.looked_up], api_key))
+        named = list(urls or ())
+        unnamed = [one for one in carried.backends if one not in named] if carried is not None else []
+        if not named and not unnamed:
+            named = _asked_for(source)
+        backends = load(None, from_flags({}, [*named, *unnamed])).backends
         looked_up = [one for one in backends if one.looked_up]
-        text = configuration(replicas, looked_up, preset, carried, has_key=api_key is not None)
+        by_name, by_file = (
+            [one for one in some if not one.looked_up] for some in (backends[: len(named)], backends[len(named) :])
+        )
+        key = api_key or os.environ.get(f"{PREFIX}BACKEND_API_KEY")
+        replicas, found = asyncio.run(look_at(by_name, key)), asyncio.run(look_at_unnamed(by_file, api_key))
+        findings = report([*replicas, *found], [one.url for one in looked_up])
+        if carried is not None:
+            replicas += carried.leave_foreign(found)
+            if not replicas and not looked_up:
+                fail([findings, f"llmproxy init: no server of {carried.router} answers like an engine"])
+        text = configuration(replicas, looked_up, preset, carried, has_key=key is not None)
         warnings = write(text, out)
     except NotReadError as error:
         fail([f"llmproxy init: {error}"])
@@ -101,15 +121,15 @@ def init(
         fail(error.problems)
     except OSError as error:
         fail([f"llmproxy init: cannot write {out}: {error.strerror or error}"])
-    typer.echo(report(replicas, [one.url for one in looked_up]))
+    typer.echo(findings)
     for warning in warnings:
         typer.echo(warning, err=True)
     unusable = sum(not replica.usable for replica in replicas)
     less = f", not usable now: {unusable}" if unusable else ""
-    typer.echo(f"\n{out}: written; backends: {len(backends)}{less}")
+    typer.echo(f"\n{out}: written; backends: {len(replicas) + len(looked_up)}{less}")
     if carried is not None and carried.left:
         typer.echo(f"Not carried over from {carried.router}: {len(carried.left)}, listed at its end")
-    typer.echo(f"Next: {f'{PREFIX}BACKEND_API_KEY=... ' if api_key else ''}llmproxy serve --config {out}")
+    typer.echo(f"Next: {f'{PREFIX}BACKEND_API_KEY=... ' if key else ''}llmproxy serve --config {out}")
 
 
 def shadow(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -10,6 +11,7 @@ from msgspec import Struct, field
 
 from llmproxy.config import ConfigError, Override, load
 from llmproxy.config.value_types import backend_from_text, backend_url
+from llmproxy.tools.doctor.look import Replica
 from llmproxy.tools.terminal import printable
 
 SESSION_PLACEMENTS = frozenset(
@@ -61,6 +63,13 @@ class Carried(Struct):
             return
         if text not in self.backends:
             self.backends.append(text)
+
+    def leave_foreign(self, replicas: Sequence[Replica]) -> list[Replica]:
+        """Leaves servers out that may belong to others, and returns the rest."""
+        for replica in replicas:
+            if replica.foreign:
+                self.leave(replica.backend.url, replica.foreign)
+        return [replica for replica in replicas if not replica.foreign]
 
     def set(self, key: str, value: Any, written: str) -> None:
         """Sets the key `key` if `value` is valid for it, otherwise notes the reason.

@@ -17,7 +17,7 @@ from llmproxy.tools.terminal import printable
 
 COLUMNS = 100
 HEAD = "Every key that is not here has its default: `llmproxy config` prints them all."
-KEY = "The servers want an API key: set LLMPROXY_BACKEND_API_KEY for `llmproxy serve`."
+KEY = "The servers want an API key: set LLMPROXY_BACKEND_API_KEY for `llmproxy serve`. Every server above gets it."
 
 
 def configuration(

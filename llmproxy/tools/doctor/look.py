@@ -25,6 +25,7 @@ from llmproxy.upstream.port import ConnectFailed, Upstream, UpstreamBroken, read
 from llmproxy.upstream.tls import peers_tls
 
 TIMEOUT_S = 5.0  # The time limit of each request to a server.
+NO_KEY = (401, 403)  # The status without a key, or with a wrong one.
 BATCH_SMALL = 16
 """A batch limit below this is reported. It leaves most of a GPU idle: the step time hardly depends on a small batch."""
 CLOCK_S = 5.0
@@ -73,6 +74,16 @@ class Replica(Struct):
     # The number of data-parallel engines behind the URL.
     ranks: int = 1
     problems: list[Problem] = field(default_factory=list)
+    # The status of /v1/models; 0 without an answer.
+    status: int = 0
+
+    @property
+    def foreign(self) -> str:
+        """Returns why it may belong to others: it answered, but not like an engine. Empty for all other servers."""
+        if self.engine or not 0 < self.status < 500:
+            return ""
+        fatal = (f"{problem.text}. {problem.remedy}" for problem in self.problems if problem.fatal)
+        return next(fatal, "it lists models, but not like vLLM, SGLang or llama.cpp; if it is yours, give its URL too")
 
     @property
     def usable(self) -> bool:
@@ -106,6 +117,14 @@ async def look_at(backends: Collection[BackendConfig], api_key: str | None = Non
         await endpoints.close()
 
 
+async def look_at_unnamed(backends: Collection[BackendConfig], api_key: str | None) -> list[Replica]:
+    """Asks servers that nobody named as engines. The key goes only to servers that want one, in a second look."""
+    replicas = await look_at(backends)
+    closed = [replica.backend for replica in replicas if replica.status in NO_KEY]
+    again = {replica.backend.url: replica for replica in (await look_at(closed, api_key) if api_key else ())}
+    return [again.get(replica.backend.url, replica) for replica in replicas]
+
+
 async def _look(backend: BackendConfig, upstream: Upstream, api_key: str | None) -> Replica:
     replica = Replica(backend)
     key = backend.api_key or api_key
@@ -116,6 +135,7 @@ async def _look(backend: BackendConfig, upstream: Upstream, api_key: str | None)
     if isinstance(models, Problem):
         replica.problems.append(models)
         return replica
+    replica.status = models.status
     _read_models(replica, models, has_key=bool(key))
     if replica.usable and not isinstance(health, Problem) and health.status >= 500:
         replica.note(f"/health answers {health.status}", WAIT, fatal=True)
@@ -146,7 +166,7 @@ async def _get(upstream: Upstream, url: str, path: str, headers: Mapping[str, st
 
 
 def _read_models(replica: Replica, answer: _Answer, *, has_key: bool) -> None:
-    if answer.status in (401, 403):
+    if answer.status in NO_KEY:
         remedy = "Give the right key with --api-key." if has_key else "Give its key with --api-key."
         replica.note(f"/v1/models answers {answer.status}: it wants an API key", remedy, fatal=True)
         return

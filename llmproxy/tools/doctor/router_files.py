@@ -123,6 +123,8 @@ def _nginx(text: str, blocks: list[tuple[str, str]]) -> Carried:
             if directive[0] == "server" and len(directive) > 1:
                 if "down" in directive or directive[1].startswith("unix:"):
                     found.leave(written, "no address of a server that is up")
+                elif "backup" in directive:
+                    found.leave(written, "llmproxy has no backup servers: every backend gets requests")
                 else:
                     found.add_backend(f"{scheme}://{directive[1]}")
             elif directive[0] in ("least_conn", "ip_hash", "hash", "random", "least_time"):

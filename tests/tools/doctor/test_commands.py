@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from aiohttp import web
 from aiohttp.test_utils import TestServer
 from typer.testing import CliRunner, Result
 
@@ -106,6 +107,47 @@ async def test_init_from_another_router(server: TestServer, tmp_path: Path) -> N
     assert config.models[0].target == "m"
     assert out.read_text().endswith("# Not carried over from vllm-router:\n# - --dp-aware\n")
     assert "Not carried over from vllm-router: 1, listed at its end" in done.stdout
+
+
+async def test_init_sends_the_key_to_no_server_of_others(server: TestServer, tmp_path: Path) -> None:
+    """The key is for engines that want one, and a file of nginx has other servers too."""
+    got: list[tuple[str, str | None]] = []
+
+    def other(name: str, status: int, body: str = "") -> TestServer:
+        async def answer(request: web.Request) -> web.Response:
+            got.append((name, request.headers.get("Authorization")))
+            return web.Response(text=body, status=status, content_type="application/json")
+
+        app = web.Application()
+        app.router.add_get("/{path:.*}", answer)
+        return TestServer(app)
+
+    paid = '{"object": "list", "data": [{"id": "gpt", "object": "model", "owned_by": "openai"}]}'
+    file, out = tmp_path / "nginx.conf", tmp_path / "out.yaml"
+    page, api, loading = other("page", 404), other("paid", 200, paid), other("loading", 503)
+    async with page, api, loading:
+        servers = " ".join(f"server 127.0.0.1:{one.port};" for one in (server, page, api, loading))
+        file.write_text(f"upstream all {{ {servers} }}\n")
+        done = await run("init", "--from", str(file), "--out", str(out), LLMPROXY_BACKEND_API_KEY="secret")
+        assert done.exit_code == 0, done.output
+        assert [one.url for one in load(out).backends] == [url_of(loading)]
+        assert f"# - {url_of(server)}: /v1/models answers 401: it wants an API key. Give its key" in out.read_text()
+        done = await run("init", "--from", str(file), "--out", str(out), "--force", "--api-key", "secret")
+        assert done.exit_code == 0, done.output
+        assert [one.url for one in load(out).backends] == [url_of(server), url_of(loading)]
+        assert "written; backends: 2, not usable now: 1" in done.stdout
+        left = out.read_text().partition("# Not carried over from nginx:")[2]
+        assert f"# - {url_of(page)}: /v1/models answers 404" in left
+        assert f"# - {url_of(api)}: it lists models, but not like vLLM" in left
+        assert {name for name, _ in got} == {"page", "paid", "loading"}
+        assert {key for _, key in got} == {None}
+        # A person who names a server vouches for it.
+        done = await run("init", url_of(api), "--from", str(file), "--out", str(out), "--force", "--api-key", "secret")
+        assert [one.url for one in load(out).backends] == [url_of(api), url_of(server), url_of(loading)]
+        assert ("paid", "Bearer secret") in got
+        file.write_text(f"upstream page {{ server 127.0.0.1:{page.port}; }}\n")
+        done = await run("init", "--from", str(file), "--out", str(out), "--force")
+        assert (done.exit_code, "no server of nginx answers like an engine" in done.stderr) == (2, True)
 
 
 async def test_init_from_pods_needs_no_cluster(tmp_path: Path) -> None:

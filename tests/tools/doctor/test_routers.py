@@ -149,6 +149,7 @@ def test_nginx(tmp_path: Path) -> None:
         tmp_path,
         "http {\n  upstream vllm {  # engines\n    least_conn;\n    server gpu-0:8000 weight=2 max_fails=3;\n"
         "    server gpu-1:8000;\n    # server gpu-2:8000;\n    server gpu-3:8000 down;\n    server unix:/run/x.sock;\n"
+        "    server gpu-5:8000 backup;\n"
         "    keepalive 64; sticky secret=s3cret; }\n"
         "  upstream tls { ip_hash; server gpu-4; }\n  server {\n    listen 80;\n"
         "    location / { proxy_pass http://vllm; }\n    location /t { proxy_pass https://tls; } } }\n",
@@ -156,7 +157,8 @@ def test_nginx(tmp_path: Path) -> None:
     assert (found.router, found.backends) == ("nginx", [A, B, "https://gpu-4"])
     assert found.keys == {"scheduling.placement": "session"}
     assert [text.partition(":")[0] for text in found.left] == [
-        "least_conn", "server gpu-3", "server unix", "keepalive", "sticky", "everything outside `upstream`",
+        "least_conn", "server gpu-3", "server unix", "server gpu-5", "keepalive", "sticky",
+        "everything outside `upstream`",
     ]  # fmt: skip
 
 
