@@ -105,8 +105,9 @@ class Dispatcher:
             await self.reserve(request)
         if not self.granting or (entry is AdmissionKind.NEW and not self.admitting):
             raise shutting_down()
-        self.pools.submit(request, loop_time(), excluded, entry)
-        granted: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self.pools.submit(request, loop.time(), excluded, entry)
+        granted: asyncio.Future[Lease] = loop.create_future()
         self._waiting[request.id] = request, granted
         if len(self._waiting) == 1 and not self._scheduled:
             # No other request waits. The next iteration of a busy event loop would delay the first token by a

@@ -196,7 +196,7 @@ class Relay:
                 moving.cancel()
             # The source refers to the client. Without the cycle, both are freed at once.
             client.source = None
-            if exchange is not None:
+            if exchange is not None and not exchange.ended:
                 exchange.close()
 
     # --- an error answer ---------------------------------------------------------------------------------------------

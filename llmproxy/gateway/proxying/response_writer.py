@@ -192,7 +192,8 @@ class ResponseWriter:
             raise ConnectionResetError("its connection is closed")
         if self._head or self._chunked:
             self._send(b"0\r\n\r\n" if self._chunked and whole else b"")
-        await self.drained()
+        if self._drained is not None:
+            await self._drained
         if self._connection is not None:
             self._connection.writer = None
 

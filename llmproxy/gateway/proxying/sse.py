@@ -392,7 +392,7 @@ def _usage_fields(usage: bytes) -> dict[str, Any]:
         return {}
     for name in ("prompt_tokens", "completion_tokens", "input_tokens", "output_tokens"):
         if type(fields.get(name)) is int:
-            return {name: value for name, value in fields.items() if value is not None}
+            return {name: one for name, one in fields.items() if one is not None} if None in fields.values() else fields
     return {}
 
 

@@ -70,7 +70,8 @@ class FairShare(FairnessPolicy):
     def backlogged(self, flow: str, head: Request) -> None:
         account = self._accounts.set_waiting(flow)
         if flow not in self._flows.current:
-            self._level = max(self._level, self._flows.least_first(-inf))
+            if self._flows.current:
+                self._level = max(self._level, self._flows.least_first(-inf))
             if account.counter < self._level:
                 account.counter = max(account.counter, self._level - self.credit)
             self._flows.set(flow, account.counter)
