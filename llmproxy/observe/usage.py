@@ -122,12 +122,9 @@ class Usage:
 
     def day_left_s(self) -> float:
         """Returns the seconds until the next day. Days with a change of the clock have 23 or 25 hours."""
-        return self._day_after().timestamp() - self._clock()
-
-    def _day_after(self) -> datetime:
-        """Returns the beginning of tomorrow."""
-        tomorrow = datetime.fromtimestamp(self._clock(), self._zone).date() + timedelta(days=1)
-        return datetime.combine(tomorrow, datetime.min.time(), self._zone)
+        now = datetime.fromtimestamp(self._clock(), self._zone)
+        tomorrow = datetime.combine(now.date() + timedelta(days=1), datetime.min.time(), self._zone)
+        return tomorrow.timestamp() - now.timestamp()
 
     def record(self, ended: RequestExit) -> None:
         """Counts a finished request that reached a backend."""
@@ -222,9 +219,6 @@ class Usage:
         Does nothing if the budgets already have this day.
         """
         await asyncio.to_thread(self.read_others)
-        if days.day == self._day_after().date().isoformat():
-            # The clock was set back over midnight.
-            return
         now = asyncio.get_running_loop().time()
         days.begin(self.today(), now + self.day_left_s(), now)
         used = of_limits(self.of_today())

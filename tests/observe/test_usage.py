@@ -18,6 +18,7 @@ from llmproxy.observe import usage as module
 from llmproxy.observe.exit import RequestExit
 from llmproxy.observe.usage import Usage, Used, process_name, total
 from llmproxy.scheduling.attempt import Attempt
+from tests.core.make import request
 
 BERLIN = ZoneInfo("Europe/Berlin")
 
@@ -265,17 +266,20 @@ async def test_a_clock_that_was_days_ahead_leaves_the_budget_of_the_real_day(tmp
     assert days.left("tenant:acme", asyncio.get_running_loop().time()) == (None, 10.0)
 
 
-async def test_a_clock_that_is_set_back_loads_no_use_of_the_day_before(tmp_path: Path) -> None:
-    clock = Clock("2026-11-28T23:59")
+async def test_a_clock_that_is_set_back_over_midnight_gives_no_second_budget(tmp_path: Path) -> None:
+    clock = Clock("2026-11-28T23:59:30")
     usage, days = ledger(tmp_path, clock), DayBudgets({"tenant:acme": UsageLimit(tokens_per_day=100)})
-    await usage.begin_day(days)
+    now, left = asyncio.get_running_loop().time(), []
     usage.record(ended(tokens=89))
-    clock.now_s += 60.0
-    for step_s in (-90.0, 90.0):
-        await usage.begin_day(days)
+    for step_s, tokens in ((60.0, 19), (-60.0, 9), (60.0, 0)):
         clock.now_s += step_s
-    await usage.begin_day(days)
-    assert days.left("tenant:acme", asyncio.get_running_loop().time()) == (None, 100.0)
+        await usage.begin_day(days)
+        if tokens:
+            usage.record(ended(tokens=tokens))
+            days.used(request(limits=("tenant:acme",)), tokens + 1.0, now)
+        left.append(days.left("tenant:acme", now)[1])
+    # On the earlier day, the earlier use counts. What ended since midnight counts on the later day.
+    assert left == [80.0, 0.0, 70.0]
 
 
 def test_names_of_files_are_safe() -> None:

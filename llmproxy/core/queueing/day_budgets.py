@@ -43,7 +43,7 @@ class DayBudgets:
         self._reserved: dict[RateName, float] = {}
         # The number of processes that share the rest of each budget from the time when `_shared` was used.
         self._parts, self._shared = 1, dict[RateName, float]()
-        self.day, self._ends_s = "", inf
+        self._day, self._ends_s = "", inf
         # Whether the day ended before `begin` named the next one.
         self._unnamed = False
 
@@ -65,9 +65,9 @@ class DayBudgets:
             day: The name of the day, such as `2026-11-28`.
             ends_s: The end of the day, on the clock of `now`.
         """
-        if day != self.day and self.day and not self._unnamed:
+        if day != self._day and self._day and not self._unnamed:
             self._clear()
-        self.day, self._ends_s, self._unnamed = day, ends_s, False
+        self._day, self._ends_s, self._unnamed = day, ends_s, False
         self._roll(now)
 
     def _roll(self, now: float) -> None:
