@@ -278,7 +278,7 @@ async def test_a_clock_that_is_set_back_over_midnight_gives_no_second_budget(tmp
             usage.record(ended(tokens=tokens))
             days.used(request(limits=("tenant:acme",)), tokens + 1.0, now)
         left.append(days.left("tenant:acme", now)[1])
-    # On the earlier day, the earlier use counts. What ended since midnight counts on the later day.
+    # The earlier day has its own use. Requests that end after midnight count on the later day.
     assert left == [80.0, 0.0, 70.0]
 
 
