@@ -1,4 +1,4 @@
-"""The command `shadow`: listens, passes on, records, and prints a summary each minute."""
+"""The command `shadow`: passes connections on to the router, records requests, and prints a summary each minute."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ from llmproxy.tools.shadow.watcher import Held, HttpWatcher
 from llmproxy.upstream.tls import ca_error, context_for
 
 REQUESTS, REPLICAS = "requests.jsonl", "replicas.json"
-"""The files of a shadow."""
+"""The names of the files in the folder of `--out`: a line for each request, and the load of the replicas."""
 SAY_EVERY_S = 60.0
-LOOK_S, IDLE_S = 0.1, 1.0
-"""At the end, connections without a request are closed after `IDLE_S`, because a request may be on its way."""
+CHECK_S, IDLE_S = 0.1, 1.0
+"""After the first signal, connections are checked every `CHECK_S` seconds. A connection without an open request is
+closed after `IDLE_S` seconds without a byte, because a request may be on its way."""
 OF_THE_SYSTEM = BackendTlsConfig()
-"""A router's certificate is verified by the CAs of the system."""
+"""The default: the certificate of the router is verified with the CAs of the operating system."""
 UNREACHABLE = "clients that got 502, because the router was unreachable"
 UNWATCHED = "connections passed on unread"
 
@@ -42,7 +43,10 @@ class ShadowError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ShadowOptions:
-    """The flags of the command. `config` has the backends."""
+    """The flags of the command.
+
+    `config` has the backends behind the router, and the tenants and bands of the record.
+    """
 
     host: str
     port: int
@@ -50,12 +54,16 @@ class ShadowOptions:
     config: Config
     out: Path
     file_bytes_max: int
-    # How to verify the certificate of the router.
+    # How the certificate of the router is verified, if `to` is an https:// URL.
     tls: BackendTlsConfig = OF_THE_SYSTEM
 
 
 def router_at(url: str, tls: BackendTlsConfig) -> Router:
-    """Raises ShadowError for a URL that names no router, and for a CA file without a certificate."""
+    """Returns the router with this URL.
+
+    Raises ShadowError if the URL is not `http(s)://host[:port]`, if the CA file has no certificate, and if TLS settings
+    contradict each other or the URL.
+    """
     parts = urlsplit(url)
     try:
         port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -76,8 +84,10 @@ def router_at(url: str, tls: BackendTlsConfig) -> Router:
 
 
 async def run(options: ShadowOptions, say: Callable[[str], None], stop: asyncio.Event | None = None) -> None:
-    """Passes requests on until the first signal, or until `stop`, and then until all open requests have ended or the
-    second signal. Raises ShadowError.
+    """Passes connections on and records requests until the command ends.
+
+    The first signal, or `stop`, takes no more connections and waits until all open requests have ended. A second signal
+    cuts them. Raises ShadowError if the shadow cannot start, and ConfigError for a configuration that cannot be used.
     """
 
     def tell(text: str) -> None:
@@ -160,7 +170,7 @@ async def run(options: ShadowOptions, say: Callable[[str], None], stop: asyncio.
         while pipes and not at_once.is_set():
             for pipe in [pipe for pipe in pipes if not pipe.busy and pipe.quiet_s > IDLE_S]:
                 pipe.close()
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_S)
         for pipe in list(pipes):
             pipe.close()
         await recorder.catch_up()

@@ -1,4 +1,4 @@
-"""Passes each connection of a client on to a connection of its own to the router, byte by byte.
+"""Passes the bytes of each client's connection on to its own connection to the router, and back.
 
 Nothing is parsed on the way. Client and router see each other as they would without a shadow: framing, upgrades,
 half-closed connections, resets and slow readers included. A watcher gets a copy of the bytes after they were written.
@@ -19,10 +19,13 @@ from llmproxy.core.domain import Outcome
 from llmproxy.gateway.http.errors import Failure
 from llmproxy.lifecycle.descriptors import errno_reason
 
-IDLE_S = 10.0
-"""A connection that is not watched counts as idle after this time without a byte."""
+IDLE_S = 10.0  # A connection that no watcher reads counts as idle after this many seconds without a byte.
 LINGER_S = 5.0
-"""How long a client may send after it got an error of the shadow, so that a reset does not destroy the error."""
+"""Seconds from an error of the shadow to the end of the client's connection.
+
+Until then the client may send the rest of its request. An earlier end would be a reset, which can destroy the error
+before the client reads it.
+"""
 
 
 class Router(NamedTuple):
@@ -34,27 +37,37 @@ class Router(NamedTuple):
 
 
 class Watcher(Protocol):
-    """Reads the copies of one connection. Any exception ends the watching, and never the connection."""
+    """Reads copies of the bytes of one connection.
+
+    After an exception the watcher gets no more bytes. The connection goes on.
+    """
 
     @property
     def busy(self) -> bool:
-        """Whether a request has no complete answer."""
+        """Whether a request is open: its answer is not complete."""
 
     def asked(self, data: bytes) -> None:
-        """Reads bytes of the client."""
+        """Reads bytes that the client sent."""
 
     def answered(self, data: bytes) -> None:
-        """Reads bytes of the router."""
+        """Reads bytes that the router sent."""
 
     def closed(self, by_client: bool) -> None:
-        """Handles the end of the connection, once."""
+        """Handles the end of the connection, at most once."""
 
     def forget(self) -> None:
-        """Frees the memory of open requests, after a failure."""
+        """Frees the memory of open requests, after an exception in the watcher."""
 
 
 class Pipe:
-    """A client's connection and its connection to the router. `watch` gets the address of the client."""
+    """A client's connection and its connection to the router.
+
+    Args:
+        watch: Makes the watcher of a connection from the address of the client.
+        on_watch_failed: Is called with an exception of the watcher.
+        on_unreachable: Is called if the router cannot be reached, so that the client gets an error.
+        on_end: Is called once, when both connections have ended.
+    """
 
     def __init__(
         self,
@@ -86,7 +99,7 @@ class Pipe:
 
     @property
     def quiet_s(self) -> float:
-        """Seconds since the last byte, or since the connection began."""
+        """Seconds since the last byte in either direction, or since the connection began."""
         return asyncio.get_running_loop().time() - self._last_byte_s
 
     def begin(self, address: str) -> None:
@@ -124,7 +137,10 @@ class Pipe:
                 self.server.finish()
 
     def _refuse(self) -> None:
-        """Answers the first bytes of the client with an error."""
+        """Answers with the error if the router could not be reached and the client has sent bytes.
+
+        Until the client has sent bytes it gets no answer.
+        """
         transport = self.client.transport
         if not self._refused or not self.client.early or transport is None or transport.is_closing():
             return
@@ -156,7 +172,7 @@ class Pipe:
                 self._stop_watching(error)
 
     def ended(self, end: _End) -> None:
-        """Passes on that `end` sends no more."""
+        """Tells the other side that `end` sends no more. With TLS this closes both connections."""
         if end is self.server:
             self._watch_end()
         if end.peer.transport is not None:
@@ -208,7 +224,7 @@ class _End(asyncio.Protocol):
         self.transport: asyncio.Transport | None = None
         # Bytes that came before the router was connected.
         self.early: list[bytes] = []
-        # Whether the other side sends no more, and whether the connection is lost.
+        # `ended`: the client or router at this connection sends no more. `gone`: the connection is lost.
         self.ended = self.gone = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -245,7 +261,7 @@ class _End(asyncio.Protocol):
             self.transport.resume_reading()
 
     def finish(self) -> None:
-        """Sends the end after all bytes."""
+        """Tells this side, after all bytes that are still to be written, that no more will come."""
         if self.transport is not None and not self.transport.is_closing():
             if self.transport.can_write_eof():
                 self.transport.write_eof()
@@ -253,7 +269,10 @@ class _End(asyncio.Protocol):
                 self.transport.close()
 
     def reset(self) -> None:
-        """Ends the connection as the other one ended. Bytes that are still on their way go first, without a reset."""
+        """Resets the connection as the other one was reset.
+
+        While bytes are still on their way, it is closed regularly, because a reset would destroy them.
+        """
         if self.transport is None or self.transport.is_closing():
             return
         sock = self.transport.get_extra_info("socket")

@@ -1,7 +1,7 @@
 """Records each request of a shadow as a line of a decision log, which `llmproxy simulate` replays.
 
-A line has no text: the blocks of a prompt are numbers that mean nothing without a secret, which is forgotten at the
-end. Tenant and band are as llmproxy would choose them.
+A line has no text. The blocks of a prompt are hashes with a secret that is never written, so that nobody can compute
+them from a text. Tenant and band are chosen as llmproxy would choose them.
 """
 
 from __future__ import annotations
@@ -38,37 +38,39 @@ from llmproxy.observe.exit import RequestExit
 from llmproxy.observe.writer import LineWriter
 from llmproxy.tools.shadow.watcher import Exchange, Held
 
-BLOCK_STEP_TOKENS = 16
-"""The size of a block of engines. Blocks of a trace are a multiple of it."""
+BLOCK_STEP_TOKENS = 16  # The tokens of a block in an engine. The blocks of a trace are a multiple of it.
 LEARN_FROM = 32
 LEARN_S = 60.0
-"""The first lines wait for this many known lengths of prompts, or this long, because their blocks need the bytes of a
-token."""
+"""No line is written until `LEARN_FROM` answers have told the tokens of their prompts, or for `LEARN_S` seconds. The
+size of the blocks, which the file begins with, depends on the bytes of a token."""
 LINES_BYTES_MAX = 16 << 20
 NOT_RECORDED = "not recorded"
 FULL = "not recorded, because the record is full"
 KEYS_MAX = 1_000
 FEED_BYTES = 16 << 10
 NO_WORK = frozenset(range(400, 500)) - {408, 429, 499}
-"""Statuses of requests that are wrong. They wait nowhere and cost an engine nothing."""
+"""Statuses of requests that an engine rejects at once: they wait in no queue and cost no time. No line is written."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of a shadow, and its messages to people."""
+    """Counts of a shadow by their text in the summary, and its messages to the user."""
 
     say: Callable[[str], None]
     counts: Counter[str] = field(default_factory=Counter)
     ttfts_s: list[float] = field(default_factory=list)
 
     def failed(self, count: str, error: Exception) -> None:
-        """Counts a failure of the shadow itself, and reports the first."""
+        """Counts a failure of the shadow itself. The first failure of each kind is printed."""
         self.counts[count] += 1
         if self.counts[count] == 1:
             self.say(f"{count}: {type(error).__name__}: {error}. Requests are passed on all the same. Said once.")
 
     def minute(self, is_open: int) -> str:
-        """Returns a line about the time since the last one."""
+        """Returns the line of a minute.
+
+        It has all requests so far, and the times to the first token since the last call.
+        """
         first, self.ttfts_s = sorted(self.ttfts_s), []
         times = ""
         if first:
@@ -96,19 +98,19 @@ class _Lines(LineWriter[bytes]):
 @dataclass(slots=True)
 class _Answer:
     usage: Usage | None = None
-    # Events with data, of a stream.
+    # The number of events with data in a stream. 0 if the answer is no stream, or was not kept whole.
     events: int = 0
     failed: bool = False
-    # The canonical bytes of the answer.
+    # The text of the answer as bytes that continue the prefix chain of the prompt. Empty if unknown.
     text: bytes = b""
 
 
 class Recorder:
-    """Reads exchanges one after another, in turns of the event loop, and writes their lines.
+    """Reads finished exchanges one after another, without blocking the event loop for long, and writes their lines.
 
     Args:
         adapters: The model names that are adapters.
-        file_bytes_max: At this size of the file, recording ends.
+        file_bytes_max: When a line would make the file longer than this, recording ends.
     """
 
     def __init__(
@@ -143,7 +145,7 @@ class Recorder:
         self._wake, self._turn = asyncio.Event(), asyncio.Lock()
 
     def take(self, exchange: Exchange) -> None:
-        """Queues a finished exchange. Never waits."""
+        """Queues a finished exchange for recording. Never waits."""
         self._due.append(exchange)
         self._wake.set()
 
@@ -166,7 +168,7 @@ class Recorder:
                     self._held.drop(exchange)
 
     def close(self) -> None:
-        """Writes all lines."""
+        """Writes all lines that wait, and closes the file."""
         self._learned()
         self._lines.close()
 
@@ -239,7 +241,11 @@ class Recorder:
         return {name: value for name, value in found.items() if value is not None}
 
     def _classify(self, record: RequestExit, exchange: Exchange, model: str, target: str) -> str:
-        """Sets band and objective of the record, and returns the name of the tenant."""
+        """Sets band and objective of the record, and returns the name of the tenant.
+
+        If llmproxy would refuse the request, this is counted. Without tenants in the configuration, each key is a
+        tenant.
+        """
         tenant: Tenant = NO_TENANT
         try:
             tenant = self._keys.check(exchange.headers)
@@ -277,7 +283,7 @@ class Recorder:
             self._learned()
 
     def _learned(self) -> None:
-        """Begins the file: the size of its blocks is known."""
+        """Decides the size of the blocks, and writes the first line of the file and all lines that wait."""
         if self._block_tokens:
             return
         token_bytes = self._known[-1] if self._known else float(ID_BYTES)

@@ -26,7 +26,7 @@ COUNTED = {
     "queried_tokens": b"prefix_cache_queries",
     "hit_tokens": b"prefix_cache_hits",
 }
-"""Counters of vLLM by the names of a summary."""
+"""Counters of vLLM without their prefix, by the names that they have in `replicas.json`."""
 _COUNTERS = re.compile(
     rb"^vllm:(request_success|prefix_cache_queries|prefix_cache_hits)(?:_total)?(?:\{[^\n]*\})? ([0-9.e+]+)",
     re.MULTILINE,
@@ -35,19 +35,23 @@ _COUNTERS = re.compile(
 
 @dataclass(slots=True)
 class _Seen:
-    """The findings of the polls of one replica."""
+    """The results of the polls of one replica.
+
+    `running` and `waiting` are sums over all `readings`. `first` and `last` have the counters at the first and last
+    poll.
+    """
 
     readings: int = 0
     running: int = 0
     waiting: int = 0
-    # The most requests that ran while others waited.
+    # The largest number of requests that ran while others waited in the engine. 0 if none waited.
     full: int = 0
     first: dict[str, float] = field(default_factory=dict)
     last: dict[str, float] = field(default_factory=dict)
 
 
 class Replicas:
-    """Polls the metrics of replicas."""
+    """Polls the metrics of the replicas, and sums them up."""
 
     def __init__(self, looked_at: Sequence[Replica], api_key: str | None) -> None:
         self._replicas = looked_at
@@ -55,7 +59,7 @@ class Replicas:
         self._seen = {replica.backend.url: _Seen() for replica in looked_at}
 
     async def poll(self) -> None:
-        """Polls all replicas again and again. A poll that fails is left out."""
+        """Polls all replicas until it is cancelled. A poll without an answer that can be read is left out."""
         endpoints = Endpoints()
         endpoints.tls.update(peers_tls([replica.backend for replica in self._replicas]))
         try:
@@ -90,7 +94,10 @@ class Replicas:
         seen.first = seen.first or seen.last
 
     def facts(self) -> list[Mapping[str, Any]]:
-        """Returns the properties of each replica, and its load and counters since the first poll."""
+        """Returns the properties, the mean load and the growth of the counters of each replica.
+
+        `batch_seen` is None if no request waited in the engine, and the means are None without a poll.
+        """
         return [
             {
                 "name": replica.backend.name,

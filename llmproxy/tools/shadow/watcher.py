@@ -11,18 +11,23 @@ from multidict import CIMultiDict
 
 from llmproxy.gateway.http.routes import SCHEDULED, Route
 
-BODY_BYTES_MAX = 8 << 20
-"""The longest body of a request that is read."""
+BODY_BYTES_MAX = 8 << 20  # A request with a longer body is passed on, and counted as unread.
 ANSWER_BYTES_MAX = 1 << 20
-"""The longest answer that is kept whole. Of a longer one the end is kept, which has the usage."""
+"""The longest answer that is kept whole. Of a longer one the last bytes are kept, which have the usage."""
 TAIL_BYTES = 64 << 10
 HELD_BYTES_MAX = 64 << 20
-"""The most bytes of all bodies and answers together. Further requests are passed on, and counted as unread."""
+"""The most bytes of all bodies and answers together.
+
+A request that would need more is passed on, and counted as unread.
+"""
 
 
 @dataclass(slots=True)
 class Exchange:
-    """A request and its answer. Instants are on the monotonic clock: that of uvloop has whole milliseconds."""
+    """A request and its answer.
+
+    Times are instants of `time.monotonic()`, because the clock of the event loop has only whole milliseconds.
+    """
 
     arrived_s: float
     method: str = ""
@@ -30,33 +35,37 @@ class Exchange:
     headers: CIMultiDict[str] = field(default_factory=CIMultiDict)
     # The address of the client.
     address: str = ""
-    # None if requests of this path are not scheduled.
+    # None if llmproxy does not schedule requests with this method and path. Body and answer are then not kept.
     route: Route | None = None
     body: bytearray = field(default_factory=bytearray)
     asked: bool = False
     status: int = 0
     answer_headers: CIMultiDict[str] = field(default_factory=CIMultiDict)
     answer: bytearray = field(default_factory=bytearray)
-    # The end of a long answer is all that was kept.
+    # Whether only the last bytes of the answer were kept, because it is long.
     cut: bool = False
-    # Bytes of body or answer were not kept.
+    # Whether body and answer were dropped, because they are too large, or too many are open.
     unread: bool = False
     first_byte_s: float | None = None
     ended_s: float = 0.0
-    # The answer came to its end.
+    # Whether the answer came to its regular end.
     complete: bool = False
-    # The client left before the end.
+    # Whether the client closed the connection before the end of the answer.
     left: bool = False
 
 
 class Held:
-    """The bytes of all exchanges that are held now."""
+    """Counts the bytes of the bodies and answers of all exchanges that are open or not yet recorded."""
 
     def __init__(self) -> None:
         self.bytes = 0
 
     def add(self, exchange: Exchange, into: bytearray, data: bytes, most: int) -> None:
-        """Adds `data` to the body or the answer of an exchange, within the limits."""
+        """Adds `data` to the body or the answer of an exchange. `most` is the limit for `into`.
+
+        Over a limit, the exchange loses all its bytes and is `unread`; of an answer longer than `most`, the last bytes
+        stay.
+        """
         if exchange.unread:
             return
         if self.bytes + len(data) > HELD_BYTES_MAX or (into is exchange.body and len(into) + len(data) > most):
@@ -71,13 +80,16 @@ class Held:
             self.bytes -= gone
 
     def drop(self, exchange: Exchange) -> None:
-        """Forgets the bytes of an exchange."""
+        """Drops the bytes of an exchange, which is then `unread`."""
         self.bytes -= len(exchange.body) + len(exchange.answer)
         exchange.body, exchange.answer, exchange.unread = bytearray(), bytearray(), True
 
 
 class HttpWatcher:
-    """Reads one connection with llhttp. Upgrades and CONNECT end the watching."""
+    """Reads one connection with llhttp.
+
+    An upgrade or CONNECT raises an exception, so that the rest of the connection is passed on unread.
+    """
 
     def __init__(
         self, address: str, held: Held, now: Callable[[], float], on_exchange: Callable[[Exchange], None]
@@ -109,7 +121,10 @@ class HttpWatcher:
             self._begin_answers()
 
     def closed(self, by_client: bool) -> None:
-        """Ends the open exchanges. Only an answer without a length ends regularly with its connection."""
+        """Ends all open exchanges.
+
+        A closed connection is the regular end only of an answer without a length, and only if the router closed it.
+        """
         while self._open:
             exchange = self._open[0]
             headers = exchange.answer_headers
@@ -198,7 +213,7 @@ class _Answers:
         self._watcher = watcher
         self._headers: CIMultiDict[str] = CIMultiDict()
         self._interim = False
-        # The answer to a HEAD request ended with its head.
+        # Whether the answer belongs to a HEAD request, so that it ended with its head.
         self.to_head = False
 
     def on_message_begin(self) -> None:

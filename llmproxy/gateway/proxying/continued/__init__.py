@@ -1,1 +1,1 @@
-"""Streams that break, and go on at another backend."""
+"""Continues streams that break at one backend on another backend."""

@@ -1,4 +1,4 @@
-"""Joins the rest of a stream to the part that the client has got, so that both look like one answer."""
+"""Joins the rest of a stream to the part that the client has received, so that both look like one answer."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ from llmproxy.gateway.proxying.continued.sent import Sent
 from llmproxy.gateway.proxying.sse import BOM, EVENT_END, StreamTap, named_data
 
 MARK = b": continued\n\n"
-"""A comment at the place where the rest begins. Clients ignore comments."""
+"""A comment before the first event of the rest. Clients ignore comments."""
 
 AGAIN_CHARS = 24
-"""The length of a beginning that the rest of an answer does not repeat by chance."""
+"""Characters. If the rest begins with so many of the answer's first characters, the engine began it again."""
 
 
 class RestOf(Struct, frozen=True):
-    """The part of an answer that the client has, and the request for the rest."""
+    """The part of an answer that the client has received, and the request for the rest."""
 
     sent: Sent
     rest: Rest
-    # When the total time limit of the answer is over, on the loop's clock.
+    # The instant on the loop's clock when the total time limit of the whole answer ends.
     end_s: float
 
 
 class JoinedTap(StreamTap):
-    """Reads the rest of a stream, and changes its events: same id, no second role, usage of the whole answer."""
+    """Reads the rest of a stream, and changes its events to events of the first stream.
+
+    They get its id, the role is not sent again, and the usage is the usage of the whole answer.
+    """
 
     __slots__ = (
         "_beginning", "_begun", "_pending", "_refused", "_repeated", "_rest", "_sent", "_space", "_text",
@@ -54,7 +57,7 @@ class JoinedTap(StreamTap):
         return b"" if self._refused else self._joined(super().flush())
 
     def _joined(self, events: bytes) -> bytes:
-        """Returns the given whole events as the client gets them."""
+        """Returns the given whole events of the rest as the client gets them."""
         if not events:
             return b""
         out = [] if self._begun else [MARK]
@@ -72,9 +75,9 @@ class JoinedTap(StreamTap):
         return self._goes_on(b"".join(out))
 
     def _goes_on(self, events: bytes) -> bytes:
-        """Holds the first events of the rest until it is clear that the engine has not begun the answer again.
+        """Holds the first events of the rest until it is clear whether the engine has begun the answer again.
 
-        Engines that do not know `continue_final_message` ignore it.
+        An engine that does not know `continue_final_message` ignores it, and begins again. Then the rest is refused.
         """
         if not self._beginning or self._refused:
             return events
@@ -89,7 +92,7 @@ class JoinedTap(StreamTap):
         return self._pending
 
     def _event(self, payload: bytes) -> bytes:
-        """Returns the changed data of an event; nothing if the client has all of it already."""
+        """Returns the changed data of an event, empty if the client has received all of it already."""
         try:
             event = orjson.loads(payload)
             event |= {name: value for name, value in self._sent.head.items() if name in event}
@@ -108,13 +111,16 @@ class JoinedTap(StreamTap):
         return orjson.dumps(event)
 
     def _refuse(self, status: int, why: str) -> None:
-        """Ends the rest with an error event."""
+        """Relays nothing more of the rest, and ends the answer with an error event of this status."""
         self.error = error_body(Dialect.OPENAI, status, f"The rest does not go on with the answer: {why}")
         self.error_seen = self._refused = True
         self.held_back[:] = b"data: " + self.error + b"\n\n"
 
     def _keeps(self, choice: dict[str, Any]) -> bool:
-        """Removes the parts of a choice that the client has. Returns whether something is left."""
+        """Removes the parts of a choice that the client has received. Returns whether something is left.
+
+        Raises ValueError if the rest does not fit the answer so far.
+        """
         sent = self._sent
         delta = choice.get("delta", choice)
         self.finished = self.finished or choice.get("finish_reason") is not None
@@ -143,7 +149,7 @@ class JoinedTap(StreamTap):
         return any(delta.values())
 
     def _remove_space(self, delta: dict[str, Any]) -> None:
-        """Removes white space that the client has got already, and a space in its place."""
+        """Removes white space that the client has received, or a space that the engine wrote in its place."""
         name = "text" if "text" in delta else "content"
         text = delta.get(name) or ""
         if self._space == self._rest.space and text[:1] == " " and self._space[0] != " ":
@@ -157,7 +163,10 @@ class JoinedTap(StreamTap):
             delta[name] = text
 
     def _remove_ids(self, choice: dict[str, Any]) -> bool:
-        """Removes ids that the client has got already. Returns whether some are left."""
+        """Removes token ids that the client has received. Returns whether some are left.
+
+        Raises ValueError if the engine has generated other ids.
+        """
         ids = choice["token_ids"]
         again = self._repeated[: len(ids)]
         if ids[: len(again)] != again:
@@ -166,7 +175,10 @@ class JoinedTap(StreamTap):
         return len(ids) > len(again)
 
     def _add(self, usage: dict[str, Any]) -> None:
-        """Changes the usage of the rest to the usage of the whole answer: the text so far is no part of the prompt."""
+        """Changes the usage of the rest to the usage of the whole answer.
+
+        The text so far, which was a part of the prompt of the rest, is counted as output.
+        """
         rest, sent = self._rest, self._sent
         prompt, output = usage.get("prompt_tokens"), usage.get("completion_tokens")
         if prompt is None or output is None:

@@ -1,11 +1,12 @@
-"""Decides whether the rest of a broken answer may come from another backend, and writes the request for it.
+"""Decides whether another backend may generate the rest of a broken answer, and writes the request for it.
 
-The rest must be text that one backend alone could have written. With token ids it is exact: the prompt and the answer
-so far are the new prompt. Without ids the text so far is the end of the new prompt, and the engine tokenises it again.
-A request whose client has got no token yet is sent again, unchanged.
+The rest must be a text that one backend alone could have written. With token ids this is exact: the prompt and the
+answer so far are the new prompt. Without ids, the text so far is the end of the new prompt, and the engine tokenises it
+again. A request whose client has received nothing but white space is sent again unchanged.
 
 A grammar, a tool call, reasoning and log probabilities refer to the answer from its first token on, so an engine that
-gets only the rest would write other text. A member of the body that is unknown here may have such an effect too.
+gets only the rest would write another text. A member of the body that is unknown here may have such an effect too, and
+forbids the continuation.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _CARRIED = frozenset({
     "cache_salt", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity",
     "request_id", "session_id", "length_penalty", "truncation_side", "top_logprobs",
 })  # fmt: skip
-"""Members that mean the same for the rest as for the whole answer, and the limits, which are reduced."""
+"""Members that mean the same for the rest as for the whole answer, and the limits, which are reduced for the rest."""
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -58,7 +59,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (-1,),
     "modalities": (["text"],),
 }
-"""Members that forbid a continuation. Null and these values are harmless."""
+"""Members that forbid a continuation, except with null or with the values here."""
 
 _COUNTING: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
@@ -66,20 +67,23 @@ _COUNTING: Mapping[str, tuple[Any, ...]] = {
     "seed": (),
     "include_stop_str_in_output": (False,),
 }
-"""Members whose effect depends on the tokens of the answer so far. Only `always` continues with other values."""
+"""Members whose effect depends on the tokens of the answer so far.
+
+With null or the values here they have none. With others, only `retry.continue: always` continues.
+"""
 
 
 class How(StrEnum):
-    """The way to request the rest of an answer."""
+    """How the rest of an answer is requested."""
 
-    ANEW = "anew"  # The same request: the client has got no token.
-    IDS = "ids"  # Prompt and answer so far as token ids.
-    TEXT = "text"  # Prompt and answer so far as text.
-    END = "end"  # Not at all: the client has got the whole answer, and only the end mark was missing.
+    ANEW = "anew"  # The same request again: the client has received no text but white space.
+    IDS = "ids"  # The prompt and the answer so far are sent as token ids.
+    TEXT = "text"  # The prompt and the answer so far are sent as text.
+    END = "end"  # No request: the client has received the whole answer except the end mark.
 
 
 class NotContinued(Exception):  # noqa: N818 - a reason, not an error of this code
-    """The rest of an answer may not come from another backend. The text is the reason, for the log."""
+    """Another backend may not generate the rest of an answer. The text is the reason, for the log."""
 
 
 class Rest(Struct, frozen=True):
@@ -87,23 +91,24 @@ class Rest(Struct, frozen=True):
 
     how: How
     body: bytes
-    # White space at the end of the text so far, which the engine may write again. Templates remove it from a message.
+    # White space at the end of a chat's text so far. It is not in the new prompt, because chat templates remove it, so
+    # the engine may write it again.
     space: str
-    # The number of tokens of the answer that the engine need not write again.
+    # The number of tokens of the answer so far that are in the new prompt.
     tokens: int
-    # Whether the client has got the whole text, and only the end of the stream and its usage are missing. The engine is
-    # asked for one token more, which is not relayed.
+    # Whether the client has received the whole text, and only the end of the stream and its usage are missing. The
+    # engine is then asked for one more token, which is not relayed.
     text_ended: bool = False
-    # The ids that the client has got and the engine has to write again. The engine holds back the text of a character
-    # that is not complete, but not its ids.
+    # The token ids that the client has received and the engine has to generate again. The engine sends the ids of an
+    # incomplete character at once, but its text only when the character is complete.
     repeated: tuple[int, ...] = ()
 
 
 def write_rest(body: bytes, kind: BodyKind, sent: Sent, limit: int | None, *, always: bool = False) -> Slices[Rest]:
-    """Returns the request for the rest of the answer to `body`. The client has got `sent`.
+    """Returns the request for the rest of the answer to `body`. `sent` is the part that the client has received.
 
-    A generator: it yields after at most about 2 ms of work. `limit` is the longest answer in tokens, None without a
-    limit. `always` accepts members of `_COUNTING` too. Raises NotContinued.
+    A generator: it yields after at most about 2 ms of work. `limit` is the maximum of tokens of the whole answer, None
+    without a limit. With `always`, members of `_COUNTING` may have any value. Raises NotContinued.
     """
     if sent.empty:
         return Rest(How.ANEW, body, sent.text, 0, repeated=tuple(sent.all_ids))
@@ -135,7 +140,7 @@ def write_rest(body: bytes, kind: BodyKind, sent: Sent, limit: int | None, *, al
 
 
 def _check(body: bytes, members: Mapping[str, Member], always: bool) -> None:
-    """Raise NotContinued for a member that forbids a continuation."""
+    """Raises NotContinued for a member that forbids a continuation."""
     for name, member in members.items():
         if name in _CARRIED:
             continue
@@ -162,7 +167,10 @@ def _value(body: bytes, member: Member, name: str) -> Any:
 
 
 def _limits(body: bytes, members: Mapping[str, Member], kind: BodyKind, tokens: int, left: int | None) -> list[Edit]:
-    """Returns the edits that limit the answer to `left` tokens, and that reduce `min_tokens` by `tokens`."""
+    """Returns the edits that limit the rest to `left` tokens, and reduce `min_tokens` by `tokens`.
+
+    `left` is None without a limit. Raises NotContinued for a limit that is no whole number.
+    """
     edits = []
     for name in (*LIMITS[kind], "min_tokens"):
         if name in members and type(_value(body, members[name], name)) not in (int, type(None)):
@@ -184,7 +192,7 @@ def _limits(body: bytes, members: Mapping[str, Member], kind: BodyKind, tokens: 
 
 
 def _chat(members: Mapping[str, Member], text: str) -> list[Edit]:
-    """Returns the edits that append the text so far as the message to go on with."""
+    """Returns the edits that append the text so far as the last message, which the engine continues."""
     messages = members.get("messages")
     if messages is None or messages.kind is not Kind.ARRAY or not messages.objects:
         raise NotContinued("the request has no list of messages")
@@ -199,7 +207,10 @@ def _chat(members: Mapping[str, Member], text: str) -> list[Edit]:
 
 
 def _completion(body: bytes, members: Mapping[str, Member], sent: Sent) -> tuple[How, Edit]:
-    """Returns how the prompt of a completion is continued, and the edit for it."""
+    """Returns how the rest of a completion is requested, and the edit of its prompt.
+
+    Raises NotContinued if neither token ids nor a text can be continued.
+    """
     prompt, stop = members.get("prompt"), members.get("stop")
     if prompt is None:
         raise NotContinued("the request has no prompt")

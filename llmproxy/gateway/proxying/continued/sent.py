@@ -1,4 +1,4 @@
-"""Reads from the bytes of a broken stream how far the answer had come."""
+"""Reads from the bytes of a broken stream which part of the answer the client has received."""
 
 from __future__ import annotations
 
@@ -14,41 +14,43 @@ _HEAD = ("id", "created", "model", "system_fingerprint")
 
 
 class Sent(Struct):
-    """The part of a chat or completion stream that the client has got. Only whole events count."""
+    """The part of a chat or completion stream that the client has received. Only whole events count."""
 
     # The members that are equal in all events of a stream, such as `id`.
     head: dict[str, Any] = {}
     text: str = ""
-    # The number of tokens of `text`, and of the white space at its end. There is an event for one token or a few.
+    # The number of tokens of `text`, and of the white space at its end. Without ids, an event counts as one token.
     tokens: int = 0
     space_tokens: int = 0
-    # Whether the last token before that space has a part of it, such as `.\n`.
+    # Whether the last token before that white space ends with white space itself, such as `.\n`.
     space_torn: bool = False
-    # The number of tokens after `text`, of a character that is not complete.
+    # The number of tokens after `text`: of a character that is not complete, so that its text was not sent.
     held_tokens: int = 0
-    # The ids of the prompt and of `text`; None unless the client asked the engine for them.
+    # The token ids of the prompt and of `text`. None unless the client asked the engine for them; `ids` is also None if
+    # the last event had several ids, because the last id may end inside a character.
     prompt_ids: list[int] | None = None
     ids: list[int] | None = None
-    # All ids that the client has got, and the last of them, of the tokens after `text`.
+    # All token ids that the client has received. `held_ids` are only the ids after `text`.
     all_ids: list[int] = []
     held_ids: list[int] = []
-    # The choices whose role was sent.
+    # The indices of the choices whose role was sent.
     roles: set[int] = set()
     # Whether the end of the text was sent.
     finished: bool = False
     # Whether the usage of the whole answer was sent.
     counted: bool = False
-    # The first part of the answer that is no text: a tool call, reasoning, log probabilities, a second choice.
+    # The name of the first part that is no text, such as a tool call, reasoning, log probabilities or a second choice.
+    # Empty if there is none.
     other: str = ""
 
     @property
     def empty(self) -> bool:
-        """Whether the client has got no text but white space, so that the answer can begin again."""
+        """Whether the client has received nothing but white space, so that the answer can begin again."""
         return not (self.tokens - self.space_tokens or self.finished or self.other)
 
 
 def read_sent(raw: bytes) -> Slices[Sent | None]:
-    """Reads the events that the client has got. Returns None if they have another shape.
+    """Returns the part of a stream in `raw`, None if its events have an unknown shape.
 
     A generator: it yields every few events, so that no step takes more than 2 ms.
     """
@@ -89,7 +91,10 @@ def read_sent(raw: bytes) -> Slices[Sent | None]:
 
 
 def _prompt_ids(event: dict[str, Any]) -> list[int] | None:
-    """The ids of the prompt, which a chat has in the event and a completion in the choice."""
+    """Returns the token ids of the prompt, None if the event has none.
+
+    They are in the event of a chat, and in the choice of a completion.
+    """
     for holder in (event, *event["choices"]):
         if holder.get("prompt_token_ids"):
             return list(holder["prompt_token_ids"])
@@ -97,7 +102,10 @@ def _prompt_ids(event: dict[str, Any]) -> list[int] | None:
 
 
 def _text_of(choice: dict[str, Any], sent: Sent) -> str | None:
-    """Returns the text of a choice, None for an event without a token. Notes its end, and any part that is no text."""
+    """Returns the text of a choice, None for an event without a token.
+
+    Notes in `sent` its role, its end, and any part that is no text.
+    """
     delta = choice.get("delta", choice)
     if delta is not choice:
         for name, value in delta.items():

@@ -1,4 +1,4 @@
-"""Asks another backend for the rest of a stream that broke."""
+"""Requests the rest of a broken stream from another backend."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from llmproxy.scheduling.attempt import Attempt
 
 
 class _EndMissing(NotContinued):
-    """The client has got the whole answer without the end mark."""
+    """The client has received the whole answer except the end mark."""
 
 
 async def ask_rest(context: RequestContext, request: Request, attempt: Attempt, estimator: Estimator) -> Request | None:
-    """Returns the request for the rest of the stream that broke in `attempt`; None if the stream must end, or has got
-    its end mark here.
+    """Returns the request for the rest of the stream that broke in `attempt`, None if no backend is asked.
 
-    `request` is the request as it was first scheduled. The reason for an end is in the record.
+    If only the end mark is missing, this writes it and returns None. If the rule forbids to continue, the reason is in
+    `record.not_continued`. `request` is the request as it was first scheduled.
     """
     record, target, call = context.record, context.target, context.call
     if call is None or context.rules.config.retry.continue_ == "off":
@@ -47,7 +47,7 @@ async def ask_rest(context: RequestContext, request: Request, attempt: Attempt, 
 
 
 async def may_continue(context: RequestContext) -> bool:
-    """Returns whether the rule allows another backend to generate the rest of a stream that is still open."""
+    """Returns whether another backend may generate the rest of a stream that is still open."""
     assert context.call is not None
     try:
         await _written(context, context.call)
@@ -59,7 +59,7 @@ async def may_continue(context: RequestContext) -> bool:
 
 
 async def _prepare(context: RequestContext, call: Call, attempt: Attempt) -> Continuation:
-    """Returns the stream that broke and the request for its rest. Raises NotContinued."""
+    """Returns the broken stream and the request for its rest. Raises NotContinued."""
     config, reader = context.rules.config, context.rules.body_reader
     asked, sent, rest = await _written(context, call)
     parsed = asked
@@ -74,9 +74,10 @@ async def _prepare(context: RequestContext, call: Call, attempt: Attempt) -> Con
 
 
 async def _written(context: RequestContext, call: Call) -> tuple[ParsedBody, Sent, Rest]:
-    """Reads the part of the answer that the client has got, and writes the body that asks for the rest.
+    """Reads the part of the answer that the client has received, and writes the request for the rest.
 
-    Returns the request of the client too. The loop is not blocked for more than about 2 ms. Raises NotContinued.
+    Also returns the client's request. The loop is not blocked for more than about 2 ms. Raises NotContinued, and
+    _EndMissing if only the end mark is missing.
     """
     captured, reader = context.captured, context.rules.body_reader
     if call.external:
