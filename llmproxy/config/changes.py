@@ -148,7 +148,7 @@ class SettingInForce:
     """A key of the configuration with its value."""
 
     key: str
-    # As text; `***` for a secret.
+    # The value of the key as text; `***` for a secret.
     value: str
     # A file with its line, a flag, a variable, or `default`.
     origin: str

@@ -12,7 +12,7 @@ from llmproxy.config.document import Place
 from llmproxy.config.value_types import integer_of, nearest
 from llmproxy.core.domain import BAND_NAMES, DEFAULT
 
-Problem = tuple[Place, str]  # A place below the validated field, and the problem there.
+Problem = tuple[Place, str]  # A problem of the configuration: its place below the validated field, and its description.
 
 
 def report(problems: Iterable[Problem]) -> None:

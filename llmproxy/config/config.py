@@ -106,7 +106,7 @@ class Config(Section):
     """Clients whose objective, fairness and SLO headers count: loopback, all, none, or addresses and networks. auto:
     loopback if clients need no key, else none."""
     trust_proxy_headers: Annotated[bool, idle.unless_given("clients.trusted_proxies")] = False
-    """Objective, fairness and SLO headers of clients.trusted_proxies count. These proxies must set or remove them."""
+    """Obey objective, fairness and SLO headers from clients.trusted_proxies, which must set or remove them."""
     admin_key: KeyHash | None = Field(default=None, repr=False)
     """Hash of the key for /debug, /admin and adapters (`llmproxy hash-key`). null: only this machine reads /debug."""
     admin: AdminConfig = AdminConfig()

@@ -27,6 +27,7 @@ from llmproxy.core.settings import (
 
 
 def settings_of(config: Config) -> Settings:
+    """Returns the settings of the core that a configuration describes."""
     scheduling, health = config.scheduling, config.health
     return Settings(
         **_same_names(Settings, scheduling, but=("ceilings", "min_shares", "disaggregation")),

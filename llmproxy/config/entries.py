@@ -14,7 +14,7 @@ EntryProblem = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """Objectives and aliases with their origins. Names are distinct."""
+    """Objectives and aliases that Kubernetes objects define, as (origin, entry). Names are distinct."""
 
     objectives: tuple[tuple[str, ObjectiveConfig], ...] = ()
     models: tuple[tuple[str, ModelConfig], ...] = ()

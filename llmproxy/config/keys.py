@@ -22,7 +22,9 @@ FILE_ONLY = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    # Dotted, with `[]` for the entries of a list: `models[].target`.
+    """A key of the configuration file. Flags, variables and the reference page are made from keys."""
+
+    # The dotted name, with `[]` for the entries of a list: `models[].target`.
     name: str
     field: FieldInfo
     # The section that contains the key.

@@ -25,7 +25,7 @@ class PodsUrl:
     """A URL that names the pods of a Service, an InferencePool or a label selector."""
 
     scheme: str
-    # None: the namespace of the proxy.
+    # Namespace of the object; None: the namespace of the proxy.
     namespace: str | None
     # `SERVICE`, `PODS` or `INFERENCE_POOL`.
     kind: str
@@ -36,7 +36,7 @@ class PodsUrl:
 
     @classmethod
     def of(cls, url: str) -> PodsUrl:
-        """Parses a URL. Raises ValueError."""
+        """Parses a URL. Raises ValueError with the expected form for a URL that names no pods."""
         found = _URL.fullmatch(url)
         if found is None:
             raise ValueError(f"{url!r} {_SHAPE}")

@@ -33,7 +33,7 @@ CLOSED = "closed"
 
 
 class TypeName(str):
-    """Metadata of a type: its name on the reference page."""
+    """Metadata of an annotated type: the name of the type on the reference page of the configuration."""
 
 
 def nearest(word: str, known: Sequence[str]) -> str:

@@ -79,7 +79,7 @@ class AdapterState:
 
     name: str
     pool: str
-    path: str | None  # None if the adapter is only to be unloaded.
+    path: str | None  # Path of the adapter on the backends; None if the adapter is only to be unloaded.
     joining: bool  # Whether backends that join the pool later get the adapter too.
     standings: tuple[AdapterOnBackend, ...]
 

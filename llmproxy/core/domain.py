@@ -275,9 +275,10 @@ class Placed(Struct, frozen=True):
     cached_tokens: int = 0  # Prompt tokens that are expected in the prefix cache of the backend.
     held_tokens: int = 0  # Prompt tokens that are surely in the KV cache, because requests in flight use them.
     cold_adapter: bool = False
-    ttft: Predicted | None = None  # As in `Price`; None without a prediction.
+    ttft: Predicted | None = None  # Predicted time to the first token; None if the placement predicts none.
     tpot: Predicted | None = None
-    answers_on: str | None = None  # Of a prefill stage: the backend that reserves a slot for the decode stage.
+    # For a prefill stage, the backend that reserves a slot for the decode stage; else None.
+    answers_on: str | None = None
     unsplit: bool = False  # Whether the backend serves both stages, although some backends of the pool have roles.
 
 

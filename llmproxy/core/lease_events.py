@@ -35,7 +35,7 @@ class Returned(LeaseEvent, frozen=True, tag=9):
 
 
 class Recomputing(LeaseEvent, frozen=True, tag=31):
-    """The decode stage computes its prompt itself. This is no evidence about the prefill backend."""
+    """The decode stage computes the prompt, without the prefill stage's KV blocks. No backend is to blame."""
 
 
 AnyLeaseEvent = Progress | Started | Committed | Returned | Recomputing

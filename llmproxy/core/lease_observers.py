@@ -262,8 +262,9 @@ class BlameObserver(LeaseObserver):
     """
 
     def __init__(self) -> None:
-        self.failed: dict[str, list[tuple[Backend, Verdict]]] = {}  # Request -> its doubtful failures so far.
-        self.too_long: set[str] = set()  # Requests that reached a time limit on a backend that was at work.
+        # Request id -> the backends on which the request failed, with a verdict that may be the request's fault.
+        self.failed: dict[str, list[tuple[Backend, Verdict]]] = {}
+        self.too_long: set[str] = set()  # Ids of requests that reached a time limit on a backend at work.
 
     def excuses(self, lease: LeaseRecord, verdict: Verdict, now: float) -> bool:
         if verdict not in _DOUBTFUL:

@@ -23,8 +23,10 @@ class LeaseRecord(Struct, eq=False):
     at_s: float
     guaranteed: bool  # Granted by the minimum share of the band.
     cold: bool  # Whether the adapter probably had to be loaded.
-    answers_on: Backend | None = None  # Of a prefill stage: the backend with the reserved slot for the decode stage.
-    prefilled_on: Backend | None = None  # Of a decode stage: the backend from which it fetches the KV blocks.
+    # For a prefill stage, the backend with the reserved slot for the decode stage; else None.
+    answers_on: Backend | None = None
+    # For a decode stage, the backend from which the KV blocks are fetched; else None.
+    prefilled_on: Backend | None = None
     started: bool = False  # The first token arrived.
     # Whether the lease runs on a replaced process, so it does not end with the new process.
     on_old_process: bool = False
@@ -100,7 +102,8 @@ class Leases:
         self._on_excuses = _overriding(observers, LeaseObserver.excuses)
         self._on_process_gone = _overriding(observers, LeaseObserver.process_gone)
         self._open: dict[int, LeaseRecord] = {}
-        self.revoked: list[tuple[int, bool]] = []  # The leases to revoke, and whether their backend hangs.
+        # Numbers of the leases for the next `take_revoked`, each with whether its backend hangs.
+        self.revoked: list[tuple[int, bool]] = []
         self._newest = 0
         self._newest_of_old: dict[str, int] = {}
 

@@ -79,7 +79,7 @@ class Overflow:
         self._due_s = inf  # When the first examined request has waited long enough.
 
     def grants(self, now: float) -> Iterator[Grant]:
-        """Yields the grants that are due, the highest band first."""
+        """Yields grants of external backends for the waiting requests that may go there now, the highest band first."""
         self._due_s = inf
         for level in self._room.order:
             while self._room.bands[level].size and (found := self._first(level, now)) is not None:

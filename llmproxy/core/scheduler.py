@@ -278,6 +278,10 @@ class Scheduler:
         return decided
 
     def _pass(self, now: float) -> None:
+        """Runs a scheduling pass: drops requests beyond their deadline, and then grants requests.
+
+        Sets `_more` if the pass reached PASS_MAX, so that another pass must follow.
+        """
         decisions, most = self._decided, scheduling_pass.PASS_MAX
         self._room.deadlines.set_pool_up(self._backends.any_up(), now)
         # Requests beyond their deadline are dropped before any grant.

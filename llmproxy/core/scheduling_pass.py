@@ -165,6 +165,7 @@ class Pass(Struct):
         return self._book(found, guaranteed)
 
     def _book(self, found: Fit, guaranteed: bool) -> Grant:
+        """Books a lease for a request on the backend that was chosen, and adds the Grant to `decisions`."""
         queued, placed, now = found.queued, found.placed, self.now
         request = queued.request
         band = self.parts.room.bands[request.band]

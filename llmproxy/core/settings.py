@@ -56,7 +56,7 @@ class QueueSettings:
     flow_tokens_max: int | None
     # Maximum wait while no backend of the pool is up; 0 refuses at once. The queue timeout is paused meanwhile.
     no_backend_wait_s: float
-    startup_wait_s: float  # As `no_backend_wait_s`, until the first reading of any backend.
+    startup_wait_s: float  # Longest wait in seconds until the first reading of any backend; then `no_backend_wait_s`.
 
 
 @dataclass(frozen=True, slots=True)

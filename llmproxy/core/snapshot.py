@@ -72,6 +72,8 @@ class FlowSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class BandSnapshot:
+    """The ceiling, the minimum share and the waiting requests of one band of a pool."""
+
     level: int
     ceiling: float
     min_share: float
@@ -103,7 +105,8 @@ class PoolSnapshot:
     preempting: int  # Leases that are being preempted.
     bands: tuple[BandSnapshot, ...]
     backends: tuple[BackendSnapshot, ...]
-    paces: Mapping[str, float | None] = field(default_factory=dict)  # See `OutlierDetection.paces`.
+    # Backend -> its time for the same work relative to the pool; see `OutlierDetection.paces`.
+    paces: Mapping[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +133,7 @@ class PoolChoices:
 
     pool: str
     choices: tuple[Explained, ...]  # The newest first.
-    learned: Learned | None  # None if the placement learns nothing.
+    learned: Learned | None  # Learned speeds of the pool and its backends; None if the placement learns none.
 
 
 @dataclass(frozen=True, slots=True)

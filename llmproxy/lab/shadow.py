@@ -62,7 +62,7 @@ CANNOT_KNOW = (
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """The requests of a record that are used, in the order of their arrivals."""
+    """The part of a shadow record that is simulated: its requests in the order of arrival, and the simulation."""
 
     records: list[Record]
     simulation: Simulation

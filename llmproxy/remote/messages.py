@@ -85,7 +85,10 @@ class PageRequest(Message, frozen=True, tag=4):
 
 
 class DirectRequest(Message, frozen=True, tag=29):
-    """Calls `Dispatcher.direct` until `CancelCall`. `CallRefused` means that the worker must end the request."""
+    """A request goes to `backend` without a lease. The receiver keeps `Dispatcher.direct` open until `CancelCall`.
+
+    The answer `CallRefused` means that the worker must end the request.
+    """
 
     call: int
     backend: str
@@ -188,7 +191,7 @@ class KnownBackends(Message, frozen=True, tag=19):
 
 
 class LearnedEstimates(Message, frozen=True, tag=20):
-    """Estimates of these models, learned from the responses of all workers."""
+    """Token estimates of some models, learned from the responses of all workers. Sent after each change."""
 
     models: Mapping[str, Estimate]
 
@@ -264,7 +267,7 @@ class Hello(Message, frozen=True, tag=40):
     protocol: int
     version: str
     name: str
-    incarnation: str  # Differs after each start of the process.
+    incarnation: str  # Random id of the member's process, so that a restarted member is recognised as new.
     address: str
     config: str  # Hash of the configuration (`config_hash`).
     epoch: int  # The highest epoch that the member knows.

@@ -26,7 +26,7 @@ from llmproxy.gateway.router import Router
 from llmproxy.remote.client import LeaseClient
 from llmproxy.remote.messages import PageRequest, PageResponse
 
-CUT_AFTER_S = 0.1  # Time for which a connection may stay open after its response is captured.
+CUT_AFTER_S = 0.1  # Seconds for which a connection may stay open after its response was captured.
 PASSED_ON = web.RequestKey("PASSED_ON", int)  # On a forwarded request: the number of processes that forwarded it.
 
 _FRAMING = frozenset({b"content-length", b"transfer-encoding", b"expect"})
@@ -126,7 +126,7 @@ class RemotePages:
 
 
 def _raw(request: web.BaseRequest, body: bytes | None) -> bytes:
-    """Returns the bytes of a request. Without a `body`, `Expect` makes the server ask for it."""
+    """Returns the bytes of a request. If `body` is None, the header `Expect` makes the server ask for the body."""
     fields = [*request.raw_headers]
     if body is not None:
         fields = [field for field in fields if field[0].lower() not in _FRAMING]

@@ -43,7 +43,8 @@ class Services:
     exited: Callable[[RequestExit], None]  # Gets the exit of each request of a client.
     stored: Callable[[messages.ResponseStored, LeaseServer], None]
     """Gets a stored response, and the server of the client that reported it."""
-    catch_up: Callable[[], Awaitable[None]] | None = None  # As `StoredResponses.catch_up` of this process.
+    # Waits until all announced owners of stored responses are known; None: nothing to wait for.
+    catch_up: Callable[[], Awaitable[None]] | None = None
     update_clients: Callable[[], None] = lambda: None  # Sends pending changes to all clients, before an answer.
 
 
@@ -73,7 +74,8 @@ class LeaseServer:
         self._reported: set[str] = set()  # Ids of the requests that the client has reported on this link.
         self._direct = 0
         self.requests: dict[str, Request] = {}  # Id -> open request of the client.
-        self.link: Sender | None = None  # The current link. Messages of older links are stale.
+        # The current link to the client; None if it is lost. Messages of older links are dropped.
+        self.link: Sender | None = None
         self._shares_clock = True
         self.resumed = False  # Whether the client has reported its requests and leases on this link.
 

@@ -322,6 +322,10 @@ class Dispatcher:
             asyncio.get_running_loop().call_soon(self._decide)
 
     def _decide(self) -> None:
+        """Runs the scheduling passes that are due, and carries out their decisions.
+
+        Then reports exceptions of policies and health events, and sets the timer for the next pass.
+        """
         self._scheduled = False
         if self._closed:
             return

@@ -79,8 +79,8 @@ class _Ask:
 
     request_id: str
     charge: _Charge
-    # True: charged. False: the store is away. Refused is a result rather than an exception, because asyncio would log
-    # the exception as never retrieved if the client has left.
+    # True: the request was charged. False: the store cannot be reached. Refused is a result rather than an exception,
+    # because asyncio would log the exception as never retrieved if the client has left.
     answered: asyncio.Future[Refused | bool]
 
 

@@ -122,12 +122,12 @@ class TenantConfig(Section):
     limits: LimitsConfig = LimitsConfig()
     """Limits of all requests of the tenant."""
     models: tuple[Name, ...] | None = Field(default=None, examples=[["llama-3.1-8b"]])
-    """Model names that it may request; others are unknown to it. null: all names."""
+    """Model names that the tenant may request; other names are unknown to the tenant. null: all names."""
     cache_salt: Annotated[str, AfterValidator(salt_of)] | None = Field(default=None, repr=False)
     """Salt that separates the prompts of the tenant from others in prefix caches: auto (a salt for each tenant), or a
     secret that several tenants can share. null: no salt."""
     trusted: bool = False
-    """The objective, fairness and SLO headers of the tenant count, from any address."""
+    """Obey the objective, fairness and SLO headers of the tenant's requests, from any address."""
     ttft_s: Ttft = None
     """Objective for the time to first token, from arrival. null: the model's."""
     tpot_s: Tpot = None

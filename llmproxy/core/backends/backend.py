@@ -211,6 +211,10 @@ class Backend:
         self._unread = True
 
     def observe(self, reading: Reading) -> None:
+        """Learns the load, the batch limit and the health of the engine from a scrape of its metrics.
+
+        A reading that is older than the last one is ignored.
+        """
         if self.reading is not None and reading.taken_at_s < self.reading.taken_at_s:
             return
         before, self.reading = self.reading, reading

@@ -8,7 +8,7 @@ from math import ceil, floor
 from typing import Protocol
 
 PLATEAU_READINGS = 3  # So many consecutive readings with waiting sequences prove a plateau. A single one may be chance.
-PROVEN_READINGS = 2  # As PLATEAU_READINGS, if sequences can only wait for a place in the batch.
+PROVEN_READINGS = 2  # Enough readings for a plateau if sequences can wait only because the batch is full.
 UNPUBLISHED = 256  # Limit of a backend without metrics: vLLM's default batch limit.
 CALM_READINGS_MIN, CALM_READINGS_MAX = 5, 160
 """A larger limit is tried after this many readings without a queue: at first the minimum, doubled after each trial that

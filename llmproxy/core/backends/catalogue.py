@@ -27,7 +27,7 @@ class Target:
     requested: str
     model: str  # A name that backends list. For an adapter that is loaded on demand, its base model.
     pool: str
-    adapter: str | None  # None for a base model.
+    adapter: str | None  # Name of the adapter if the target is one; None for a base model.
     context_tokens: int | None = None  # Longest context of the backends that list the name; None if unpublished.
 
 
@@ -215,6 +215,7 @@ class Catalogue:
         raise Refused(Outcome.BAD_REQUEST, message + (", ".join(self.pools[:20]) or "none (no model is served)") + ".")
 
     def _rebuild(self) -> None:
+        """Computes pools, members and targets again from the model lists of all backends, and increases `revision`."""
         listings = {backend: listing for backend, listing in sorted(self._listings.items()) if listing is not None}
         bases = {name: [card.name for card in one.cards if card.parent is None] for name, one in listings.items()}
         bases = {backend: names for backend, names in bases.items() if names}

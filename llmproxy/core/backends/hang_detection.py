@@ -14,9 +14,9 @@ from llmproxy.core.estimates.line import OUTLIER, LearnedLine
 from llmproxy.core.settings import HealthSettings
 
 LATE = 5.0  # A silent backend hangs after this multiple of the predicted time until its streams have begun.
-TOGETHER = 3  # If this many streams stop at once, slow clients are not the cause.
+TOGETHER = 3  # Number of streams that prove a hang if they stop at once: slow clients would not stop together.
 TOGETHER_S = 0.6  # Streams whose last bytes are within this time stopped together. Normal gaps are shorter.
-TOGETHER_LATE = 2.0  # As LATE, for started streams: most engines continue them during prefills.
+TOGETHER_LATE = 2.0  # Value of LATE for started streams, lower because most engines continue them during prefills.
 STUCK_LATE = 2.0  # Multiple of `hung_s` for non-streamed answers, because an ejection loses all their tokens.
 ASKED_AGAIN_S = 0.75  # Time for an answer to a second poll. The first may have timed out in a pause of the proxy.
 UNSEEN_S = 0.5  # Initial estimate of the time until a reading shows a text request.

@@ -65,8 +65,8 @@ class BackendStreams:
 
     # The current span: the least measured time divided by the predicted time, under three assumptions about prefill.
     ratio: float = inf  # If prefill took the predicted time.
-    ratio_least: float = inf  # If prefill took the longest plausible time.
-    ratio_most: float = inf  # If prefill took no time.
+    ratio_least: float = inf  # `ratio` if prefill took the longest plausible time.
+    ratio_most: float = inf  # `ratio` if prefill took no time at all.
     # The judgements of earlier spans.
     usual: float = 1.0  # Usual `ratio`, averaged over `judgements`.
     judgements: int = 0

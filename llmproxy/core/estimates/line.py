@@ -9,7 +9,7 @@ SPREAD_MIN = 1e-3  # Least variance of x, as a share of the mean of x squared. N
 
 USUAL_TOKENS = 4_000.0  # The `scale` of a line whose x is prompt tokens.
 JITTER_S = 0.02  # The part of a prediction error that does not grow with the time, such as the time of an engine step.
-WAIT_S = 1.0  # As `JITTER_S`, for times that include waits inside the engine, which vary by about this much.
+WAIT_S = 1.0  # Value of `JITTER_S` for times that include waits inside the engine, which vary by about a second.
 
 
 class LearnedLine:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from llmproxy.core.domain import RequestFacts, Usage
 
-BYTES_PER_TOKEN = 4.0  # For English text with common tokenizers, used until the first `usage` of a model.
+BYTES_PER_TOKEN = 4.0  # Bytes per token of English text with common tokenizers, used until a model's first `usage`.
 OUTPUT_TOKENS = 256.0  # Assumed length of the first answer of a model, corrected while the answer streams.
 GAIN = 0.05
 MODELS_MAX = 10_000

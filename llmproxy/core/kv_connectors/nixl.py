@@ -40,7 +40,10 @@ _answers, _params = Decoder(_Answer), Decoder(_Params)
 
 @connectors.register("nixl")
 class Nixl(KvConnector):
-    """The prefill engine keeps the blocks of the prompt for `lease_s`, and its answer says where they are."""
+    """vLLM's NIXL connector. The decode engine fetches the blocks of the prompt from the prefill engine.
+
+    The prefill engine keeps the blocks for `lease_s`, and says in its answer where they are.
+    """
 
     asks = (
         b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,'

@@ -9,8 +9,9 @@ from llmproxy.core.estimates.learning import QuantileTracker, follow, gain
 from llmproxy.core.estimates.line import JITTER_S, KEEP, OUTLIER, USUAL_TOKENS, LearnedLine
 from llmproxy.core.estimates.whole_answers import WholeAnswers
 
-RECENT_KEEP = 0.9  # As `KEEP`, for changes of one backend: about the last ten observations count.
-SURE = 4.0  # A backend is faster or slower if the squared difference exceeds this many squared standard errors.
+RECENT_KEEP = 0.9  # Discount of earlier observations of one backend by each new one: about the last ten count.
+# A backend counts as faster or slower than its pool if the difference exceeds two standard errors (4 if squared).
+SURE = 4.0
 FACTOR_MIN = 0.05
 UNSEEN = 30.0
 """The evidence about a backend fades to a third after this many observations of other backends. The speed factor

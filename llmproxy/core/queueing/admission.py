@@ -185,7 +185,7 @@ def _all_failed(request: Request, retry_after_s: float) -> Refused:
 
 
 def refusal(drop: Drop) -> Refused:
-    """Returns the refusal for a request that was dropped from the waiting room."""
+    """Returns the error for the client of a request that was dropped from the waiting room."""
     if drop.outcome is Outcome.EXPIRED_NO_BACKENDS:
         message = f"No backend of `{drop.request.model}` came up before the request's time to wait was over."
     elif drop.outcome is Outcome.BAD_REQUEST:

@@ -91,7 +91,7 @@ class KeyedHeap:
 
     def __init__(self) -> None:
         self.current: dict[str, HeapEntry[tuple[float, ...], str]] = {}
-        """Name -> its entry. A name is removed by its removal here."""
+        """Name -> the name's valid entry. Deleting a key of this dict removes the name from the heap."""
         self._unsorted: list[HeapEntry[tuple[float, ...], str]] = []
         self._heap: LazyHeap[tuple[float, ...], str] = LazyHeap(self._is_current)
 

@@ -181,6 +181,7 @@ class Band:
         return line
 
     def remove(self, queued: Queued) -> None:
+        """Removes a waiting request from its flow. Tells the fairness policy if the flow has no other request."""
         flow = queued.request.flow
         self.size -= 1
         if queued.request.continued:

@@ -97,6 +97,10 @@ class StepCurve:
         return self._line
 
     def _fitted(self) -> StepLine:
+        """Fits a line to the sums: the time of a step, by running sequences and computed prompt tokens.
+
+        With few observations, the slopes stay near GUESS_SEQUENCE and GUESS_TOKEN.
+        """
         w, n, p, nn, np, pp, y, ny, py = self._sums
         mean_n, mean_p, mean_y = n / w, p / w, y / w
         # Sums about the means eliminate the base.

@@ -14,7 +14,7 @@ class Group(Struct, frozen=True):
     speed: float = 1.0  # Relative to the usual replica of the pool.
     up: int = 0  # Replicas that are up.
     min: int = 0
-    max: int | None = None  # None: no upper bound.
+    max: int | None = None  # Most replicas of the group; None: no upper bound.
 
 
 class GroupNeed(Struct, frozen=True):

@@ -32,7 +32,8 @@ class SizeClass:
     output_tokens: float = 0.0  # Mean output tokens of an answer.
     output_squares: float = 0.0  # Mean of the squared output tokens of an answer.
     cached_share: float = 0.0  # Cached share of the prompt tokens, 0..1.
-    block: int = 0  # Number of answers in the current block (`BLOCK`), with their sums below.
+    # Number of answers in the current block, which has at most `BLOCK`. The fields below are sums over this block.
+    block: int = 0
     block_tokens: float = 0.0
     block_squares: float = 0.0
 
@@ -126,7 +127,7 @@ class Mix:
     def restore(self, sizes: Sequence[tuple[int, int, float, float]], squares: Sequence[float]) -> bool:
         """Takes over size classes: (class, answers, mean output tokens, cached share), and the squares of the outputs.
 
-        Returns False, and changes nothing, if they are invalid.
+        Returns False, and changes nothing, if the values are invalid.
         """
         if len(squares) != len(sizes):
             squares = [tokens * tokens for _, _, tokens, _ in sizes]

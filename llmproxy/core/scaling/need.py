@@ -33,9 +33,9 @@ MARGIN = 0.8  # The share of an objective per output token that may be planned w
 KV_MARGIN = 0.9  # The share of a KV cache to plan with. An engine with a full cache preempts answers.
 AHEAD_MAX = 0.6  # Rising arrivals add at most this share of the work for the start time of a replica.
 ASK_S = 15.0  # The interval at which an autoscaler reads the number, which delays new replicas.
-SIGMAS = 2.0  # A change by more standard deviations of a Poisson process than this is not chance.
+SIGMAS = 2.0  # Standard deviations of a Poisson process. A larger change of the arrivals is not chance.
 ENDED_MIN = 30  # Number of answers after which the computed number of replicas is trusted.
-FULL_S = 10.0  # If requests wait for this time without a pause while every replica is full, the load is not a burst.
+FULL_S = 10.0  # Seconds of uninterrupted waiting, with every replica full, after which the load is not a burst.
 TURNS = 8
 DIGITS = 2  # KEDA truncates numbers after three digits. With two digits it computes the same whole number of replicas.
 

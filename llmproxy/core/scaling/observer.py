@@ -285,7 +285,7 @@ class Scaling:
                 self.pools[now].join(before[was])
 
     def retain(self, names: Container[str]) -> None:
-        """Drops all pools except `names` and the pools named in the settings."""
+        """Forgets all pools, with their data, except `names` and the pools named in the settings."""
         named = self._settings.pools
         self.pools = {name: pool for name, pool in self.pools.items() if name in names or name in named}
         for name in named:

@@ -30,7 +30,7 @@ Splits = Callable[[int, int], bool]
 
 @dataclass(slots=True)
 class KnownCaches:
-    """The router's view of the replicas' caches, which may be wrong."""
+    """The blocks that the router expects in each replica's cache. The real cache may have others."""
 
     around: Surroundings
     caches: KvEventCaches | PredictedCaches

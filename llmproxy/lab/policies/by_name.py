@@ -53,7 +53,7 @@ def own_name(config: Config) -> str:
 
 
 def _own() -> dict[str, str]:
-    """Maps the policies that use the proxy's own queue to their placements."""
+    """Maps the name of each policy that uses the proxy's own queue to the name of its placement."""
     names = (*presets.names(), BLEND)
     return {LATE + name if name in baselines.names() else name: name for name in names}
 

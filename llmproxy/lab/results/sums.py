@@ -34,6 +34,8 @@ def quantiles(sketch: Sketch) -> Quantiles:
 
 @dataclass(slots=True)
 class BackendSums:
+    """The requests and tokens of one replica in a run. `hit_tokens` are prompt tokens from the prefix cache."""
+
     requests: int = 0
     prefill_tokens: int = 0
     hit_tokens: int = 0
@@ -54,7 +56,7 @@ class BackendSums:
 
 @dataclass(slots=True)
 class Group:
-    """Sums over all requests, or over one band or tenant."""
+    """Counts and sums of a run over all requests, or over the requests of one band or tenant."""
 
     offered: int = 0
     completed: int = 0
@@ -146,7 +148,7 @@ class PredictionErrors:
 
 
 class Groups:
-    """Named groups: at most `kept`, and one more for all other names."""
+    """The groups of the bands or tenants, by name: at most `kept`, and one group for all other names."""
 
     def __init__(self, kept: int) -> None:
         self._kept = kept

@@ -25,7 +25,7 @@ class Arrival:
     # A prompt without ids shares nothing.
     blocks: tuple[int, ...] = ()
     tenant: str = "default"
-    # None for the base model.
+    # Name of the requested adapter; None for the base model.
     adapter: str | None = None
     # The name of a band or an integer, as in the configuration.
     band: str | int = "default"

@@ -21,9 +21,9 @@ class Mix:
     # Each request of the tenant `loud` comes `factor` times.
     loud: str | None = None
     factor: int = 10
-    # Only requests of this band are kept.
+    # Band whose requests are kept, as the only ones; None keeps all.
     band: str | None = None
-    # The requests of this tenant are dropped.
+    # Tenant whose requests are dropped; None drops none.
     without: str | None = None
     # Whether all requests get the band `default`.
     level: bool = False

@@ -24,7 +24,7 @@ from llmproxy.remote.server import LeaseServer, Page, Services
 from llmproxy.scheduling.dispatcher import Dispatcher
 
 RESUME_WAIT_S = 0.3  # Maximum wait of a new leader for members to report their requests and leases, before it decides.
-WITHOUT_LEADER_S = 5.0  # Without a leader, requests are refused after the lock time plus this time.
+WITHOUT_LEADER_S = 5.0  # Without a leader, requests are refused after `lock_s` plus this number of seconds.
 
 
 _log = structlog.get_logger()

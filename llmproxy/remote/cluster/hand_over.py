@@ -23,8 +23,9 @@ class MemberCallbacks:
     """Callbacks for the state that members share, except for leases."""
 
     record_stored: Callable[[ResponseStored], ResponseStored]
-    """As leader: records a stored response of a member. Returns the valid owner: the first report wins."""
-    record_owner: Callable[[ResponseStored], object]  # As follower: records the owner that the leader announces.
+    """Called in the leader: records the owner of a stored response. Returns the valid owner: the first report wins."""
+    # Called in a follower: records the owner of a stored response that the leader announced.
+    record_owner: Callable[[ResponseStored], object]
     stored_responses: Callable[[], Iterable[ResponseStored]]  # Returns all known stored responses, oldest first.
     drained: Callable[[], Drained]  # Returns the backends that an operator has drained.
     apply_drained: Callable[[Drained], None]  # Drains and undrains backends as the leader announces.

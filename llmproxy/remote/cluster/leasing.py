@@ -40,7 +40,7 @@ class _Prefixes:
     def __init__(self, backends: Mapping[str, Backend]) -> None:
         self._backends = backends
         self._by_lease: OrderedDict[int, tuple[RememberedPrefix, int]] = OrderedDict()
-        """Lease -> its prefix, and the value of `Backend.processes` at that time."""
+        """Lease -> the prefix of its request, and the value of `Backend.processes` when the prefix was cached."""
         self._hashes = 0
 
     def note(self, pool: str, lease: int, name: str, hashes: Sequence[int]) -> None:

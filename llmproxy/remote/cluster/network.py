@@ -168,7 +168,7 @@ class PendingConnections:
     """
 
     def __init__(self, connections_max: int) -> None:
-        """Creates the limits. `connections_max` also counts identified connections."""
+        """Creates the limits. `connections_max` counts the connections of members and of unknown hosts together."""
         self._connections_max = connections_max
         self._open: dict[Peer, asyncio.Transport] = {}
         self._pending: dict[Peer, asyncio.TimerHandle] = {}

@@ -243,7 +243,7 @@ class Engine:
     def stable_steps(self) -> int:
         """Returns how many next steps certainly only decode the current sequences.
 
-        Sequences may end with the last of these steps. If there are none, call `step` next.
+        Sequences may end with the last of these steps. If 0 is returned, call `step` next.
         """
         nobody_waits = len(self._live) == len(self._running)
         planned = self._ahead is not None and (self._ahead.chunks or self._ahead.preempted or self._ahead.fetches)

@@ -44,6 +44,8 @@ TOKENIZER_INFO: Body = {
 
 
 class Routes:
+    """The HTTP routes of a simulated vLLM server, with the paths and methods of vLLM 0.32."""
+
     def __init__(self, service: Service) -> None:
         self._service = service
         self._routes: dict[str, dict[str, Handler]] = {

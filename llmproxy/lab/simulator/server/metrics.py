@@ -91,7 +91,10 @@ class _Histogram:
 
 
 class ReplicaMetrics:
-    """The metrics of a replica. `registry` renders them. `cache` has the labels of `vllm:cache_config_info`."""
+    """The metrics that a simulated replica publishes under vLLM's names, rendered from `registry`.
+
+    `cache` has the labels of `vllm:cache_config_info`.
+    """
 
     def __init__(self, model: str, max_loras: int, cache: dict[str, str], nixl: bool = False) -> None:
         self.registry = CollectorRegistry(auto_describe=True)

@@ -45,7 +45,7 @@ class _Fetch:
     """A sequence whose KV blocks are on another replica."""
 
     job: GenerationJob
-    params: TransferParams | None  # None if they are malformed.
+    params: TransferParams | None  # Transfer parameters of the request; None if they are malformed.
     heartbeats: asyncio.Task[None] | None = None
     began: bool = False  # Whether the transfer has begun.
 

@@ -128,6 +128,7 @@ class Pacer:
         return list(dict.fromkeys(job for job, _ in self._jobs.values()))
 
     async def run(self) -> None:
+        """Runs the steps of the engine at `speed` times real time, and gives the tokens to the jobs. Never returns."""
         loop = asyncio.get_running_loop()
         due_s = loop.time()
         while True:

@@ -36,7 +36,7 @@ class ApiError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The properties of a replica that requests depend on."""
+    """The properties of a replica by which a request is valid or not, such as models and context length."""
 
     model: str
     adapters: frozenset[str]
