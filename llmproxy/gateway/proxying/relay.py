@@ -283,7 +283,8 @@ class Relay:
         await exchange.flow(relay.take)
         if tap.error_seen and not attempt.committed:
             # The rest goes through the tap too, which may buffer the beginning of the next event.
-            events = relay.first + tap.feed(await read_answer(exchange)) + tap.flush() + tap.held_back
+            more = b"" if tap.refused else tap.feed(await read_answer(exchange))
+            events = relay.first + more + tap.flush() + tap.held_back
             message = "The backend answered with an error event and no token."
             if len(events) <= BUFFERED_BYTES_MAX:
                 call.answer = Answer(exchange.status, exchange.reason, event_fields(exchange), events)

@@ -83,6 +83,7 @@ class StreamTap:
         "first_event_complete",
         "first_token_seen",
         "held_back",
+        "refused",
     )
 
     def __init__(self, hide_usage: bool = False, holds: bool = False) -> None:
@@ -105,6 +106,8 @@ class StreamTap:
         self.data_events = 0
         # With `holds`: an error event and everything after it, which were not returned.
         self.held_back = bytearray()
+        # Whether an event cannot be joined to the answer so far, after which nothing more is relayed.
+        self.refused = False
         self._hide_usage = hide_usage
         self._holds = holds
         self._first_usage: dict[str, Any] = {}

@@ -143,7 +143,11 @@ class StreamRelay(ResponseRelay):
         if data:
             attempt.chunks += 1
             self._client.write(data)
-        if tap.done_seen and not tap.error_seen:
+        if tap.error_seen:
+            if tap.refused:
+                # The client need not wait for the error until the engine has finished, and the engine's work is lost.
+                self._exchange.halt()
+        elif tap.done_seen:
             # Many clients leave as soon as they have read the end mark. Their answer is complete.
             attempt.complete()
 

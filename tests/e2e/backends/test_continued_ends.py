@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import orjson
 import pytest
 
 from llmproxy.gateway.http.routes import BodyKind
 from tests.e2e.backends.test_continued import CHAT_BODY, Read, read
-from tests.e2e.proxies import CHAT, serving
+from tests.e2e.proxies import CHAT, serving, until
 from tests.e2e.scripted import STREAM_END, STREAM_HEAD, Script, breaking, chunk, scripted, serving_script
 from tests.gateway.proxying.continued.engines import PIECES, events
 from tests.upstream.raw_server import Peer
@@ -66,6 +67,38 @@ async def test_an_answer_that_ends_without_its_mark_is_whole() -> None:
     async with serving_script(sends(answer)) as (proxy, _):
         assert (await proxy.chat(CHAT_BODY)).body == b"".join(answer)
         assert proxy.outcomes() == {"completed": 1}
+
+
+@pytest.mark.parametrize(
+    ("rest", "why"),
+    [
+        pytest.param(
+            b'{"id":"x","choices":[{"index":0,"delta":{"reasoning":"Hm"}}]}', "begins to reason", id="reasons"
+        ),
+        pytest.param(
+            orjson.dumps({"id": "x", "choices": [{"index": 0, "delta": {"content": TEXT}}]}),
+            "begins the answer again",
+            id="again",
+        ),
+    ],
+)
+async def test_a_rest_that_cannot_be_joined_ends_the_stream_before_the_engine_has_finished(
+    rest: bytes, why: str
+) -> None:
+    async def script(peer: Peer, request: bytes) -> None:
+        if b"continue_final_message" in request:
+            await peer.send(STREAM_HEAD + chunk(b"data: " + rest + b"\n\n"))
+            await peer.reader.read()
+        else:
+            await peer.send(STREAM_HEAD + chunk(b"".join(events(BodyKind.CHAT)[:12])))
+            peer.writer.close()
+
+    async with scripted(script) as first, scripted(script) as second, serving(extra=[first.url, second.url]) as proxy:
+        found = await read(proxy, CHAT, CHAT_BODY)
+        assert [why in error["error"]["message"] for error in found.errors] == [True]
+        await until(lambda: first.cuts + second.cuts == 1)
+        await proxy.settled()
+        assert proxy.outcomes() == {"upstream_status": 1}
 
 
 async def test_a_stream_without_any_event_is_asked_for_elsewhere() -> None:

@@ -36,7 +36,7 @@ class JoinedTap(StreamTap):
     """
 
     __slots__ = (
-        "_beginning", "_begun", "_pending", "_refused", "_repeated", "_rest", "_sent", "_space", "_text",
+        "_beginning", "_begun", "_pending", "_repeated", "_rest", "_sent", "_space", "_text",
     )  # fmt: skip
 
     def __init__(self, hide_usage: bool, rest_of: RestOf) -> None:
@@ -47,14 +47,13 @@ class JoinedTap(StreamTap):
         known = self._sent.text.lstrip()[:AGAIN_CHARS]
         self._beginning = known if self._rest.how is How.TEXT and len(known) == AGAIN_CHARS else ""
         self._text, self._pending = "", b""
-        # Whether the client got the mark, and whether an event cannot be joined, after which nothing more is relayed.
-        self._begun = self._refused = False
+        self._begun = False  # Whether the client got the mark.
 
     def feed(self, data: bytes) -> bytes:
-        return b"" if self._refused else self._joined(super().feed(data))
+        return b"" if self.refused else self._joined(super().feed(data))
 
     def flush(self) -> bytes:
-        return b"" if self._refused else self._joined(super().flush())
+        return b"" if self.refused else self._joined(super().flush())
 
     def _joined(self, events: bytes) -> bytes:
         """Returns the given whole events of the rest as the client gets them."""
@@ -66,7 +65,7 @@ class JoinedTap(StreamTap):
             name, data = named_data(event.removeprefix(BOM))
             if data and data != b"[DONE]":
                 data = self._event(data)
-                if self._refused:
+                if self.refused:
                     break
                 if data:
                     out.append((b"event: %b\n" % name if name else b"") + b"data: " + data + b"\n\n")
@@ -79,7 +78,7 @@ class JoinedTap(StreamTap):
 
         An engine that does not know `continue_final_message` ignores it, and begins again. Then the rest is refused.
         """
-        if not self._beginning or self._refused:
+        if not self._beginning or self.refused:
             return events
         text = self._text.lstrip()
         if text.startswith(self._beginning):
@@ -113,7 +112,7 @@ class JoinedTap(StreamTap):
     def _refuse(self, status: int, why: str) -> None:
         """Relays nothing more of the rest, and ends the answer with an error event of this status."""
         self.error = error_body(Dialect.OPENAI, status, f"The rest does not go on with the answer: {why}")
-        self.error_seen = self._refused = True
+        self.error_seen = self.refused = True
         self.held_back[:] = b"data: " + self.error + b"\n\n"
 
     def _keeps(self, choice: dict[str, Any]) -> bool:
