@@ -17,7 +17,11 @@ from llmproxy.core.queueing.fairness import FairnessPolicy
 from llmproxy.core.queueing.lazy_heap import HeapEntry, LazyHeap
 from llmproxy.core.queueing.ordering import Key, Rank
 
-FLOW_LOOK_MAX = 8  # Requests of one flow and base model that a pass tries, to bound its time.
+FLOW_LOOK_MAX = 8  # Requests of one flow and model that a pass tries, to bound its time.
+LINE_LOOK_MAX = 64  # Requests of one flow that a pass tries. A heap gets one at least.
+HEAPS_MAX = 64  # Heaps of one flow before its further adapters share a heap.
+
+_SHARED = ""
 
 
 def head_rank(request: Request) -> Rank:
@@ -43,6 +47,7 @@ class Queued(Struct, eq=False):
     # The queue of `BlockedRequests` from which the request went back to its flow; None if it never was in one.
     back_from: str | None = None
     later: str = ""  # A full backend that the request waits for, "" for none.
+    heap: str = ""  # The name of its heap in its flow.
     gone: bool = False
 
 
@@ -58,8 +63,8 @@ def _in_place(entry: HeapEntry[Key, Queued]) -> bool:
 class _Line:
     """The waiting requests of one flow, in the order of their ranks.
 
-    Each base model has a heap, so that many requests of a full model do not hide requests of another model. All
-    adapters share one heap, because there may be thousands of them.
+    Each model and adapter has a heap, so that many requests of a full one do not hide requests of another. There may be
+    thousands of adapters, so that those beyond `HEAPS_MAX` share one heap.
     """
 
     __slots__ = ("heaps", "size")
@@ -69,12 +74,19 @@ class _Line:
         self.size = 0
 
     def put(self, queued: Queued, key: Key) -> None:
-        queued.key = key
-        model = _heap_of(queued)
-        heap = self.heaps.get(model)
-        if heap is None:
-            heap = self.heaps[model] = LazyHeap(_in_place)
-        heap.push(key, queued, self.size + 1)
+        request = queued.request
+        name = request.adapter or request.model
+        if name not in self.heaps:
+            if request.adapter is not None and len(self._filled()) >= HEAPS_MAX:
+                name = _SHARED
+            self.heaps.setdefault(name, LazyHeap(_in_place))
+        queued.key, queued.heap = key, name
+        self.heaps[name].push(key, queued, self.size + 1)
+
+    def _filled(self) -> dict[str, LazyHeap[Key, Queued]]:
+        """Drops the heaps without a request, and returns the others."""
+        self.heaps = {name: heap for name, heap in self.heaps.items() if heap.least() is not None}
+        return self.heaps
 
     def head(self) -> Queued | None:
         if len(self.heaps) == 1:
@@ -85,7 +97,7 @@ class _Line:
         return min(entries, key=itemgetter(0))[2] if entries else None
 
     def before(self, queued: Queued) -> int | None:
-        own = self.heaps[_heap_of(queued)]
+        own = self.heaps[queued.heap]
         before = own.before(queued)
         for heap in self.heaps.values():
             below = 0 if heap is own else heap.below(queued.key)
@@ -99,16 +111,14 @@ class _Line:
         return self._merged()
 
     def _merged(self) -> Generator[Queued, None, None]:
-        heaps = [heap.first(FLOW_LOOK_MAX) for heap in self.heaps.values()]
+        filled = self._filled()
+        most = max(1, min(FLOW_LOOK_MAX, LINE_LOOK_MAX // (len(filled) or 1)))
+        heaps = [heap.first(FLOW_LOOK_MAX if name == _SHARED else most) for name, heap in filled.items()]
         try:
             yield from merge(*heaps, key=attrgetter("key"))
         finally:
             for heap in heaps:
                 heap.close()
-
-
-def _heap_of(queued: Queued) -> str:
-    return queued.request.model if queued.request.adapter is None else ""
 
 
 class Band:

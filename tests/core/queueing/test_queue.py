@@ -11,8 +11,8 @@ from llmproxy.core.queueing.deadlines import Deadlines
 from llmproxy.core.queueing.fairness.fcfs import FcfsFairness
 from llmproxy.core.queueing.occupancy import DrainRate, Full, Occupancy
 from llmproxy.core.queueing.ordering import Rank
-from llmproxy.core.queueing.queue import Band, Queued, head_rank
-from tests.core.make import DEFAULTS, only_grant, pools, refusal, request, tight
+from llmproxy.core.queueing.queue import FLOW_LOOK_MAX, HEAPS_MAX, Band, Queued, head_rank
+from tests.core.make import DEFAULTS, grants, listing, names, only_grant, pools, refusal, request, tight
 
 # --- limits -----------------------------------------------------------------------------------------------------------
 
@@ -102,6 +102,36 @@ def test_requests_of_one_instant_keep_their_order_and_each_can_leave() -> None:
         band.remove(one)
         band.check(1.0)
     assert waiting(band) == [lines[1].request.id, lines[3].request.id]
+
+
+def test_requests_of_an_adapter_on_a_full_backend_hide_no_other_adapter() -> None:
+    of = pools({"a": 2, "b": 2}, listings={"a": listing("x"), "b": listing("y")})
+    for number in range(3 * FLOW_LOOK_MAX):
+        of.submit(request(adapter="x", arrived_s=number * 0.1), 3.0)
+    assert {grant.placed.backend for grant in grants(of, 3.0)} == {"a"}
+    of.submit(request(id="other", adapter="y", arrived_s=3.0), 3.0)
+    assert names(grants(of, 3.0)) == ["other"]
+
+
+def test_a_flow_has_a_bounded_number_of_heaps_and_of_looks() -> None:
+    """The adapters beyond share a heap, and an adapter without a request needs none."""
+    band = Band(FcfsFairness(DEFAULTS), Faults())
+    lines = [
+        queued(request(adapter=f"a{number % (2 * HEAPS_MAX)}", arrived_s=number)) for number in range(6 * HEAPS_MAX)
+    ]
+    for one in lines:
+        band.push(one, 0.0)
+    band.check(0.0)
+    looked = list(band.first("flow"))
+    assert looked == lines[: HEAPS_MAX + FLOW_LOOK_MAX], "the first of each heap, and 8 of the shared one"
+    assert len({one.heap for one in lines}) == HEAPS_MAX + 1
+    assert [band.before(one) for one in lines] == [*range(6 * HEAPS_MAX)]
+    for one in lines[:-1]:
+        band.remove(one)
+    band.push(again := queued(request(adapter="new", arrived_s=1e3)), 0.0)
+    assert again.heap == "new"
+    assert waiting(band) == [lines[-1].request.id, again.request.id]
+    band.check(0.0)
 
 
 def test_the_policy_hears_of_new_heads_and_of_the_last_one_leaving() -> None:
