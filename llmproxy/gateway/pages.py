@@ -11,7 +11,7 @@ import orjson
 from aiohttp import web
 
 from llmproxy import __version__
-from llmproxy.core.domain import Outcome
+from llmproxy.core.domain import Outcome, Refused
 from llmproxy.core.pools import Pools
 from llmproxy.gateway.admin.adapters import AdapterRoutes
 from llmproxy.gateway.admin.backends import BackendRoutes
@@ -27,6 +27,7 @@ from llmproxy.observe.exit_batch import Exits
 from llmproxy.observe.metrics import CONTENT_TYPE, Metrics
 
 READY_RETRY_S = 1.0
+NOT_UP = "No backend is known yet that serves this model. Try again shortly."
 READY = "/ready"
 PROBES = frozenset({"/health", READY, "/version"})  # Paths that both ports serve.
 ANTHROPIC = "anthropic-version"  # The header field that every client of Anthropic's API sends.
@@ -135,9 +136,17 @@ class OwnPages:
         return _json(listed)
 
     def _one_model(self, request: web.BaseRequest, name: str) -> web.Response:
+        """Returns the answer about any name that requests may have, listed or not. Raises Failure (401, 404, 503)."""
         for entry in self._models_for(request):
             if entry["id"] == name:
                 return _json(entry)
+        if self._rulebook.current.keys.check(request.headers).allows(name):
+            try:
+                entry = self._pools.catalogue.model(name)
+                return _json(entry | _anthropic(entry) if ANTHROPIC in request.headers else entry)
+            except Refused as refused:
+                if refused.outcome is Outcome.REJECTED_NO_BACKENDS:
+                    raise Failure(refused.outcome, NOT_UP, retry_after_s=refused.retry_after_s) from None
         raise Failure(Outcome.UNKNOWN_MODEL, f"The model `{name[:200]}` does not exist.")
 
     def _models_for(self, request: web.BaseRequest) -> list[dict[str, Any]]:

@@ -196,6 +196,14 @@ class Catalogue:
                 entries.append({**card.fields, "id": alias, "root": card.name, "parent": card.parent})
         return entries
 
+    def model(self, name: str) -> dict[str, Any]:
+        """Returns the entry of a name that `models` need not list, such as a name that `*` maps.
+
+        Raises Refused as `resolve` does.
+        """
+        card = self._cards[self.resolve(name).model]
+        return {**card.fields, "id": name, "root": card.name, "parent": card.parent}
+
     def _known_names(self) -> str:
         # Cached, because thousands of requests may be refused at once while backends list hundreds of names.
         if self._names_text is None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from urllib.parse import quote
 
 import aiohttp
 import msgspec
@@ -91,11 +92,7 @@ class Sender:
 
         This is so if no OpenAI-compatible server answers, if it refuses the key, or if it lacks a model of the batch.
         """
-        try:
-            async with self._session.get(self._url / "v1/models", timeout=CHECK) as answer:
-                status, body = answer.status, await answer.read()
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise BatchError(f"{self._url} is not reachable: {printable(cause(error))}") from None
+        status, body = await self._get("v1/models")
         if status in NO_KEY:
             raise BatchError(f"{self._url} refuses the key (--api-key): {_message(body)}")
         try:
@@ -104,9 +101,22 @@ class Sender:
             known = None
         if known is None:
             raise BatchError(f"{self._url} gives no list of models: /v1/models answers {status}: {_message(body)}")
-        if unknown := sorted(self._requests.models - known):
+        # A proxy may serve names that it does not list: patterns, adapters that it loads, and models without a replica.
+        unknown = []
+        for name in sorted(self._requests.models - known):
+            status, _ = await self._get(f"v1/models/{quote(name, '', errors='replace')}")
+            unknown += [name] if status == 404 else []
+        if unknown:
             names = printable(", ".join(unknown)), printable(", ".join(sorted(known)))
             raise BatchError(f"{self._url} does not have the models of the batch: {names[0]}; it has {names[1]}")
+
+    async def _get(self, path: str) -> tuple[int, bytes]:
+        """Returns the status and the body of the answer to a GET. Raises BatchError without an answer."""
+        try:
+            async with self._session.get(self._url.joinpath(path, encoded=True), timeout=CHECK) as answer:
+                return answer.status, await answer.read()
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise BatchError(f"{self._url} is not reachable: {printable(cause(error))}") from None
 
     async def run(self, positions: Iterable[int]) -> None:
         """Sends the requests at these byte positions of the request file.

@@ -10,6 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from llmproxy import __version__
+from llmproxy.config import hash_of
 from llmproxy.gateway.http.routes import LOAD_ADAPTER, SCHEDULED, UNLOAD_ADAPTER
 from tests.e2e.proxies import FAST, HELLO, ProxyUnderTest, is_poll, serving, until
 from tests.e2e.vllm.vllm_requests import PATHS
@@ -39,8 +40,21 @@ async def test_models_are_the_union_of_all_pools_and_the_aliases() -> None:
         assert (await proxy.chat(HELLO | {"model": "other"})).backend == "b1"
 
 
+async def test_a_model_that_requests_may_name_is_there_though_it_is_not_listed() -> None:
+    tenant = {"name": "small", "keys": [hash_of("small-1")], "models": ["org/any"]}
+    async with serving(FAST, models=[{"name": "*", "target": "lora-0"}], tenants=[tenant]) as proxy:
+        small = {"authorization": "Bearer small-1"}
+        found = (await proxy.get("/v1/models/org%2Fany", headers=small | {"anthropic-version": "1"})).json
+        assert (found["id"], found["root"], found["parent"]) == ("org/any", "lora-0", "base")
+        assert found["display_name"] == "org/any"
+        assert (await proxy.get("/v1/models/other", headers=small)).status == 404
+        assert (await proxy.get("/v1/models/org/any")).status == 401
+
+
 async def test_health_and_version_need_no_backend() -> None:
     async with serving(wait=False, extra=["http://127.0.0.1:9"]) as proxy:
+        unread = await proxy.get("/v1/models/any")
+        assert (unread.status, unread.headers["retry-after"]) == (503, "1")
         assert (await proxy.get("/health")).status == 200
         assert (await proxy.get("/version")).json == {"version": __version__}
         ready = await proxy.get("/ready")

@@ -44,12 +44,15 @@ class Server:
         self.asked: Counter[str] = Counter()
         self.headers: list[dict[str, str]] = []
         self.models = web.json_response({"data": [{"id": "m"}]})
+        self.others: dict[str, int] = {}
         self._answer = answer
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         if request.path == "/v1/models":
             models = self.models  # An answer can be sent only once.
             return web.Response(body=models.body, status=models.status, content_type=models.content_type)
+        if request.method == "GET":
+            return refusal(self.others.get(request.path, 404))
         text = (await request.json())["messages"][0]["content"].split()[-1]
         self.asked[text] += 1
         self.headers.append(dict(request.headers))
@@ -233,6 +236,20 @@ async def test_a_wrong_server_gets_no_request(tmp_path: Path, models: web.Respon
     assert not server.asked
     with pytest.raises(BatchError, match="is not reachable"):
         await run(options("http://127.0.0.1:1", tmp_path))
+
+
+@pytest.mark.parametrize("status", [200, 503])
+async def test_a_model_that_is_served_but_not_listed_is_sent(tmp_path: Path, status: int) -> None:
+    """Such as a name of a pattern, or a model that is scaled to zero."""
+
+    async def answer(request: web.Request, text: str) -> web.Response:
+        return await fine(request, text) if text == "0" else refusal(500)
+
+    write(tmp_path / "b.jsonl", [line(name) | {"body": line(name)["body"] | {"model": "org/m?"}} for name in range(2)])
+    server = Server(answer)
+    server.others = {"/v1/models/org/m?": status}
+    code, found = await sent(server, tmp_path)
+    assert (code, found["1"]["error"]["code"]) == (1, "attempts_failed")
 
 
 async def test_answers_that_are_no_json_stay_on_one_line(tmp_path: Path) -> None:
