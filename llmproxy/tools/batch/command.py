@@ -6,7 +6,7 @@ import asyncio
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import AsyncExitStack, ExitStack, contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,10 +72,11 @@ async def run(options: BatchOptions) -> int:
         except asyncio.CancelledError:
             reason = "stopped, and the open requests were given up"
         finally:
-            results.sync()
+            with suppress(BatchError):  # `results.broken` keeps the reason.
+                results.sync()
     print(tally.summary(time.monotonic() - began_s), f"Results: {options.out}")
-    if tally.done < tally.total:
-        print(f"Not complete: {reason}. The same command goes on.")
+    if tally.done < tally.total or results.broken:
+        print(f"Not complete: {results.broken or reason}. The same command goes on.")
         return INCOMPLETE
     return WITH_FAILURES if tally.failed else COMPLETE
 
@@ -100,7 +101,11 @@ async def _send(options: BatchOptions, requests: RequestFile, results: ResultFil
         try:
             await sender.run(requests.positions.values())
         except ExceptionGroup as group:
-            raise _first(group) from None
+            error = _first(group)
+            if not isinstance(error, BatchError):
+                raise error from None
+            # Requests were sent, so the input was not wrong.
+            sender.stop(str(error))
     return sender.reason
 
 

@@ -59,6 +59,8 @@ class ResultFile:
         """
         self.path = path
         self._unsynced = False
+        self.broken = ""
+        """Why results could not be written; "" if all were."""
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         except OSError as error:
@@ -121,4 +123,5 @@ class ResultFile:
         os.close(self._fd)
 
     def _broken(self, error: OSError) -> BatchError:
-        return BatchError(f"cannot write {self.path}: {error.strerror or error}")
+        self.broken = f"cannot write {self.path}: {error.strerror or error}"
+        return BatchError(self.broken)
