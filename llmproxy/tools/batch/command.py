@@ -99,7 +99,7 @@ async def _send(options: BatchOptions, requests: RequestFile, results: ResultFil
         showing = asyncio.create_task(_show(sender))
         stack.callback(showing.cancel)
         try:
-            await sender.run(requests.positions.values())
+            await sender.run(requests.positions)
         except ExceptionGroup as group:
             error = _first(group)
             if not isinstance(error, BatchError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -85,16 +86,14 @@ class RequestFile:
             problems.append(f"{self.path} has no requests")
         return problems
 
-    def at(self, position: int) -> BatchRequest:
-        """Returns the request whose line begins at a byte position.
-
-        Raises BatchError if the file was changed after its check.
-        """
-        self._file.seek(position)
-        try:
-            return _checked(self._file.readline())[0]
-        except ValueError:
-            raise BatchError(f"{self.path} was changed while it was sent; run the command again") from None
+    def request(self, custom_id: str) -> BatchRequest:
+        """Reads the request again. Raises BatchError if the file was changed after its check."""
+        self._file.seek(self.positions[custom_id])
+        with suppress(ValueError):
+            request, _ = _checked(self._file.readline())
+            if request.custom_id == custom_id:
+                return request
+        raise BatchError(f"{self.path} was changed while it was sent; run the command again")
 
     def close(self) -> None:
         self._file.close()

@@ -118,22 +118,22 @@ class Sender:
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise BatchError(f"{self._url} is not reachable: {printable(cause(error))}") from None
 
-    async def run(self, positions: Iterable[int]) -> None:
-        """Sends the requests at these byte positions of the request file.
+    async def run(self, custom_ids: Iterable[str]) -> None:
+        """Sends these requests of the request file.
 
         Returns when each has a result, or the batch is stopped. Raises BatchError if results cannot be written.
         """
         async with asyncio.TaskGroup() as outer:
             syncing = outer.create_task(self._sync())
             async with asyncio.TaskGroup() as group:
-                for position in positions:
+                for custom_id in custom_ids:
                     while not (self.window.takes_line or self._stopping.is_set()):
                         self._changed.clear()
                         await self._changed.wait()
                     if self._stopping.is_set():
                         break
                     self.window.lines += 1
-                    group.create_task(self._answer(position)).add_done_callback(self._ended)
+                    group.create_task(self._answer(custom_id)).add_done_callback(self._ended)
             syncing.cancel()
 
     async def _sync(self) -> None:
@@ -145,9 +145,9 @@ class Sender:
         self.window.lines -= 1
         self._changed.set()
 
-    async def _answer(self, position: int) -> None:
+    async def _answer(self, custom_id: str) -> None:
         """Sends a request until it has a result or the batch is stopped."""
-        request = self._requests.at(position)
+        request = self._requests.request(custom_id)
         done_before, failures = self.tally.done, 0
         while await self._turn():
             try:

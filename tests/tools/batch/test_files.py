@@ -89,11 +89,12 @@ def test_bodies_keep_their_bytes(tmp_path: Path) -> None:
     body = '{"seed": 123456789012345678901234567890, "n":1.50, "x": "\\u00e9"}'
     text = '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": ' + body + "}"
     file = RequestFile(write(tmp_path / "b.jsonl", ["", text, line("b")]))
-    assert bytes(file.at(file.positions["a"]).body).decode() == body
-    assert file.at(file.positions["b"]).custom_id == "b"
-    file.path.write_text("x" * 999)
-    with pytest.raises(BatchError, match="was changed"):
-        file.at(file.positions["b"])
+    assert bytes(file.request("a").body).decode() == body
+    assert file.request("b").custom_id == "b"
+    for changed in ("x" * 999, file.path.read_text().replace('"b"', '"c"')):
+        file.path.write_text(changed)
+        with pytest.raises(BatchError, match="was changed"):
+            file.request("b")
     file.close()
 
 
