@@ -230,7 +230,7 @@ def template_argv(template: str, port: int, backends: Sequence[str]) -> list[str
 
 
 def _post(url: str, path: str, body: bytes) -> int:
-    """Returns the status of a POST. Raises OSError or HTTPException without an answer."""
+    """Returns the status of the answer to a POST. Raises OSError or HTTPException if there is no answer."""
     address = urllib.parse.urlsplit(url)
     connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=5)
     try:

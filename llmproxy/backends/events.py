@@ -130,7 +130,7 @@ class BackendLog(BackendObserver):
         self.all_polled = asyncio.Event()  # Set when every backend of `expect` has answered a poll or failed one.
 
     def expect(self, backends: Iterable[str]) -> None:
-        """Adds the backends of the start, for which `all_polled` waits."""
+        """Adds the backends that are known at the start. `all_polled` waits for the first poll of each."""
         self._unpolled.update(backends)
         if not self._unpolled:
             self.all_polled.set()

@@ -271,9 +271,9 @@ class Poller:
             self._events.listed(self._backend, listing)
 
     async def _ask_metrics(self) -> tuple[Reading | None, float]:
-        """Returns the metrics of the best page that has any, and the seconds until the next scrape. Raises _PollFailed.
+        """Returns the metrics of the engine, and the seconds until the next scrape. Raises _PollFailed.
 
-        The metrics are None if no page has any.
+        The pages of `_MetricsSource` are tried in their order. The metrics are None if no page has any.
         """
         sources = list(_MetricsSource)
         if self._metrics_source is not None and self._clock() < self._probe_due_s:

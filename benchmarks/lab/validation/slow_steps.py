@@ -26,7 +26,7 @@ class SlowSteps(LogitsProcessor):  # type: ignore[misc]
         return logits
 
     def is_argmax_invariant(self) -> bool:
-        """Returns False, because vLLM skips other processors for greedy requests."""
+        """Returns False: for greedy requests, vLLM skips a processor that returns True."""
         return False
 
     def update_state(self, batch_update: Any) -> None:

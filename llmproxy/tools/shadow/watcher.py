@@ -44,7 +44,7 @@ class Exchange:
     answer: bytearray = field(default_factory=bytearray)
     # Whether only the last bytes of the answer were kept, because it is long.
     cut: bool = False
-    # Whether body and answer were dropped, because they are too large, or too many are open.
+    # Whether body and answer were dropped, because they alone, or all that are held, exceed a limit.
     unread: bool = False
     first_byte_s: float | None = None
     ended_s: float = 0.0
