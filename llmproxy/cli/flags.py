@@ -168,7 +168,10 @@ def _with_section(flag: str) -> str | None:
 
 
 def _only_in_files() -> dict[str, str]:
-    """Returns flag -> advice, for keys that only a file can set: flags with and without the section's name."""
+    """Maps names of flags that do not exist, because only a file can set the key, to an error message.
+
+    Each such key has two names, with and without the name of the section.
+    """
     found: dict[str, list[str]] = {}
     for key in keys_of_files():
         for name in dict.fromkeys((flag_of(key.replace("[]", "")), flag_of(key.rpartition(".")[2]))):

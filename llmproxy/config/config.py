@@ -76,7 +76,7 @@ class Config(Section):
     port: Annotated[Integer, Field(ge=0, le=65535)] = 8080
     """Port to listen on. 0: a free port."""
     workers: Annotated[Integer, Field(ge=1, le=64)] = 1
-    """Number of processes that relay requests. From two on, one more process schedules for all."""
+    """Number of processes that relay requests. From two on, one more process schedules the requests of all."""
     tls: TlsConfig = TlsConfig()
     """Certificate and key for TLS on the client port."""
     clients: ClientsConfig = ClientsConfig()
@@ -103,8 +103,8 @@ class Config(Section):
     drain_queued: Annotated[str, one_of(DRAIN_QUEUED)] = "refuse"
     """Waiting requests after SIGTERM: refuse (503) or finish (within drain_timeout_s)."""
     trust_headers: Trust = Field(default=AUTO_TRUST, examples=["10.1.2.3"])
-    """Clients whose objective, fairness and SLO headers count: loopback, all, none, or addresses and networks. auto:
-    loopback if clients need no key, else none."""
+    """Clients whose objective, fairness and SLO headers are obeyed: loopback, all, none, or addresses and networks.
+    auto: loopback if clients need no key, else none."""
     trust_proxy_headers: Annotated[bool, idle.unless_given("clients.trusted_proxies")] = False
     """Obey objective, fairness and SLO headers from clients.trusted_proxies, which must set or remove them."""
     admin_key: KeyHash | None = Field(default=None, repr=False)
@@ -384,7 +384,7 @@ class Config(Section):
         return bool(self.api_keys or self.tenants)
 
     def trusted_networks(self) -> tuple[Network, ...]:
-        """Returns the networks of clients whose objective, fairness and SLO headers count."""
+        """Returns the networks of clients whose objective, fairness and SLO headers are obeyed (`trust_headers`)."""
         if isinstance(self.trust_headers, str):
             return TRUST_WORDS["none" if self.needs_key() else "loopback"]
         return self.trust_headers

@@ -188,7 +188,8 @@ SESSIONS = (
     "header:x-session-affinity",
     "body:prompt_cache_key",
 )
-"""Default places of the session: of manual clients, Claude Code, Codex, aiperf, other clients of OpenAI's API."""
+"""Default fields that name the session of a request. They are sent by: clients that set the header by hand, Claude
+Code, Codex, aiperf, and other clients of OpenAI's API."""
 
 
 def session_of(value: str) -> str:

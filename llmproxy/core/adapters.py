@@ -28,7 +28,7 @@ class AdapterChange:
     pool: str
     path: str | None  # Path of the adapter on the backends. None: the change unloads the adapter.
     fields: Mapping[str, Any]  # The request body for the backends, in vLLM's format.
-    in_place: bool = False  # Replaces a loaded adapter of the same name.
+    in_place: bool = False  # Whether the change replaces a loaded adapter of the same name.
 
     @property
     def kind(self) -> str:
@@ -68,7 +68,7 @@ class AdapterOnBackend:
     """The state of an adapter on one backend."""
 
     backend: str
-    wanted: str  # "load" or "unload".
+    wanted: str  # The change that the backend should have: "load" or "unload".
     done: bool  # Whether the backend shows the change. False while it is down: it may return with other adapters.
     failures: int  # Consecutive failures to send the change.
 

@@ -82,7 +82,7 @@ class RequestFacts(Struct, frozen=True):
     prompt_tokens: int | None = None  # Exact; None unless the prompt consists of token ids.
     max_tokens: int | None = None
     sequences: int = 1  # Sequences that the engine runs at once: `n` times the number of prompts.
-    prepared: bool = False  # Media, a grammar or a very large body keep the engine busy before prefill.
+    prepared: bool = False  # Whether media, a grammar or a very large body keep the engine busy before prefill.
 
 
 class Slo(Struct, frozen=True):
@@ -128,12 +128,13 @@ class Request(Struct, frozen=True):
     prefix_tokens: float = 0.0  # Approximate tokens per block of `prefix`.
     session: str | None = None  # Hash shared by the requests of one session.
     backend: str | None = None  # The only backend that may serve the request, because it stores a referenced response.
-    splittable: bool = False  # Prefill and decode may run on two backends.
+    splittable: bool = False  # Whether prefill and decode may run on two backends.
     stage: Stage = Stage.WHOLE
     prepared: bool = False  # See `RequestFacts.prepared`.
     avoid: str = ""  # Name of a backend that refused the request as busy, so another backend is preferred; "" for none.
     overflows: bool = False  # Whether an external backend may serve the request.
-    # The rest of a stream that broke. The prompt includes the answer so far, and earlier attempts were charged for it.
+    # Whether the request is the rest of a stream that broke. The prompt then includes the answer so far, for which
+    # earlier attempts were charged.
     continued: bool = False
 
 
@@ -186,7 +187,7 @@ class KnownCapacity(Struct, frozen=True):
 class Reading(Struct, frozen=True):
     """The metrics of one scrape of one backend. A value is None if the backend does not publish it."""
 
-    taken_at_s: float  # When the scrape was sent: the gauges cannot include requests booked later.
+    taken_at_s: float  # Time at which the scrape was sent: the gauges cannot include requests booked later.
     running: int = 0
     waiting: int = 0
     kv_used: float | None = None  # Usage of the KV cache, 0..1.
@@ -246,8 +247,8 @@ class Price(Struct, frozen=True):
     ttft_s: float  # Seconds from dispatch to the first token.
     tpot_s: float  # Seconds per token after the first one.
     cached_tokens: float  # Prompt tokens that are expected in the prefix cache of the backend.
-    cold_adapter: bool  # The adapter has to be loaded or waited for.
-    fits: bool  # The backend has room now.
+    cold_adapter: bool  # Whether the adapter must be loaded, or another request is already waiting for its load.
+    fits: bool  # Whether the backend has room now.
 
 
 class Predicted(Struct, frozen=True):
@@ -331,7 +332,8 @@ class NoCapacity(Struct, frozen=True):
 class NoMatch(Struct, frozen=True):
     """The backends with a free slot cannot serve this request. The policy may offer its next flow."""
 
-    whole_model: bool  # No backend with room serves the model, so other requests for the model need not be tried.
+    # Whether no backend with room serves the model, so other requests for the model need not be tried.
+    whole_model: bool
     later: str = ""  # A full backend that this request should wait for; other requests may still be placed.
 
 
@@ -362,8 +364,10 @@ class GrantReason(Struct, frozen=True):
     flows: int  # Flows of the band with waiting requests, without rests of streams.
     standing: tuple[tuple[str, float], ...]  # Counters of the fairness policy for the flow.
     passed_over: int  # Number of requests of the band that were next before this one, but fitted on no backend.
-    guaranteed: bool = False  # Granted by the minimum share of the band, although a higher band waited.
-    inverted: bool = False  # A waiting request of a higher band could have used the backend. This must never happen.
+    # Whether the grant was due to the minimum share of the band, although a higher band waited.
+    guaranteed: bool = False
+    # Whether a waiting request of a higher band could have used the backend, which must never happen.
+    inverted: bool = False
     waited: Waited | None = None  # Why the request waited; None if it did not wait.
     probe: bool = False  # Whether the request tests an ejected backend.
 

@@ -21,13 +21,13 @@ class LeaseRecord(Struct, eq=False):
     placed: Placed
     backend: Backend
     at_s: float
-    guaranteed: bool  # Granted by the minimum share of the band.
+    guaranteed: bool  # Whether the grant was due to the minimum share of the band.
     cold: bool  # Whether the adapter probably had to be loaded.
     # For a prefill stage, the backend with the reserved slot for the decode stage; else None.
     answers_on: Backend | None = None
     # For a decode stage, the backend from which the KV blocks are fetched; else None.
     prefilled_on: Backend | None = None
-    started: bool = False  # The first token arrived.
+    started: bool = False  # Whether the first token of the answer arrived.
     # Whether the lease runs on a replaced process, so it does not end with the new process.
     on_old_process: bool = False
 

@@ -294,8 +294,8 @@ class Pools:
     def resume(self, request: Request, placed: Placed, at_s: float) -> int | None:
         """Opens a lease that another scheduler granted at `at_s`. Returns its number.
 
-        Returns None if this process does not know the backend in that pool. The metrics of the backend then show the
-        request as load of other clients.
+        Returns None if the backend of `placed` is not in the pool of the request. The request then
+        counts as load of other clients, when a scrape shows it.
         """
         scheduler = self._of_backend.get(placed.backend)
         if scheduler is None or scheduler is not self._scheduler_named(request.pool):

@@ -57,9 +57,10 @@ class Meaning(Struct, frozen=True):
 
     verdict: Verdict
     again: Again
-    deadly: bool = False  # The request may have crashed the engine.
-    rest: bool = False  # `Again.REST` applies after the first byte.
-    # The backend ended on purpose, so its end is no failed attempt. Its successor may get the request again.
+    deadly: bool = False  # Whether the request may have crashed the engine.
+    rest: bool = False  # Whether another backend may generate the rest of a stream (`Again.REST`).
+    # Whether the backend ended on purpose. The attempt has then not failed, and the successor of the backend may get
+    # the request again.
     planned: bool = False
 
 

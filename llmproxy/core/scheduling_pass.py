@@ -50,7 +50,7 @@ class Pass(Struct):
     decisions: list[Decision]
     steps: int = 0  # Requests granted, blocked or readmitted so far, at most PASS_MAX.
     outdated: Sequence[Backend] = ()  # Backends booked last, whose views are refreshed before the next placement.
-    blocked: bool = False  # No backend has room for any request.
+    blocked: bool = False  # Whether no backend has room for any request.
     # Bands whose requests fit on no backend, even within the minimum share of the band.
     guaranteed_none: set[int] = set()
     retries: list[Queued] = []  # Requests that failed before, and found no backend in this pass.

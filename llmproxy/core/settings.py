@@ -29,7 +29,7 @@ class HealthSettings:
     """Conditions under which a backend is ejected or marked down."""
 
     failures_before_ejection: int  # Consecutive failed requests that eject a backend.
-    ejection_s: float  # Duration of the first ejection, doubled each time.
+    ejection_s: float  # Duration of the first ejection in seconds. Each further ejection is twice as long.
     ejection_max_s: float
     misses_before_down: int  # Consecutive polls without a response that mark a backend down.
     # Maximum share (0..1) of a pool's healthy backends that may be ejected. At least one may be ejected, but never the
@@ -150,7 +150,7 @@ class Settings:
     output_weight: float
     slo_window_s: float  # Rolling window of the fairness policy `slo`.
     preemption: bool
-    refuse_late: bool  # Refuse requests that cannot meet their objective even if served next.
+    refuse_late: bool  # Whether requests are refused that cannot meet their objective even if served next.
     limits: Mapping[str, UsageLimit]  # Name of a limit, such as `tenant:acme` or `model:sim`, -> limit.
     # Adapter name, or prefix with `*`, -> base model whose engines load such an adapter at its first request.
     unlisted: Mapping[str, str]

@@ -40,7 +40,7 @@ class BackendStatus:
     source: str  # Where the address of the backend was found: the configuration or a discovery source.
     state: str  # Administrative or health state.
     in_flight: int
-    since_s: float  # When it joined or was last drained or undrained, on the clock of the event loop.
+    since_s: float  # Time at which the backend joined or was last drained or undrained, on the loop's clock.
     group: str | None = None  # The group of replicas that an autoscaler scales together.
 
 
@@ -101,7 +101,7 @@ class PoolSnapshot:
     pool: str
     alive: bool  # Whether a backend is up.
     held: bool  # Whether requests wait because no backend is up.
-    leases: int  # Requests in flight.
+    leases: int  # Number of leases, which are the requests in flight.
     preempting: int  # Leases that are being preempted.
     bands: tuple[BandSnapshot, ...]
     backends: tuple[BackendSnapshot, ...]

@@ -64,7 +64,8 @@ class LeaseClient:
         self._runs: dict[int, _Run] = {}
         self._calls: dict[int, asyncio.Future[CallAnswer]] = {}
         self._unsent: deque[Sendable] = deque(maxlen=UNSENT_MAX)
-        self.link: Sender | None = None  # The attached link; see `attach`.
+        # The link to the scheduling process, set by `attach`; None while there is none.
+        self.link: Sender | None = None
         self.draining = False
         self.granting = True
 

@@ -346,8 +346,8 @@ class Balances(Message, frozen=True, tag=49):
 class Learned(Message, frozen=True, tag=51):
     """The batch limits and capacities that the leader has learned, for the next leader."""
 
-    limits: dict[str, KnownLimit]  # Backend URL -> batch limit.
-    capacities: dict[str, KnownCapacity]  # Pool -> capacity.
+    limits: dict[str, KnownLimit]  # Backend URL -> learned batch limit.
+    capacities: dict[str, KnownCapacity]  # Name of a pool -> learned capacity of its replicas.
 
 
 class RateDebts(Message, frozen=True, tag=52):

@@ -68,7 +68,7 @@ class Dispatcher:
     reserve: Callable[[Request], Awaitable[None]] | None = None
     draining: bool = False  # Whether the process shuts down.
     admitting: bool = True  # Whether new requests are admitted.
-    # Whether waiting requests and further attempts are still granted; otherwise they are refused too.
+    # Whether waiting requests and further attempts still get leases; if False, they are refused.
     granting: bool = True
     granted: Counter[int] = field(default_factory=Counter)  # Band -> number of grants since the start.
     inversions: int = 0  # Number of grants since the start that a waiting request of a higher band could have used.

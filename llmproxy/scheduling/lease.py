@@ -46,13 +46,13 @@ class Lease(Struct, eq=False):
     verdict: Verdict = Verdict.CLIENT_GONE  # Result of the attempt. The holder sets it before `give_back`.
     usage: Usage | None = None  # Tokens of the attempt, None if unknown. The holder sets it before `give_back`.
     on_cut: Callable[[], None] | None = None  # Called after a flag below was set. All but `leaving` end the attempt.
-    revoked: bool = False  # The backend is gone, so no answer will come.
+    revoked: bool = False  # Whether the backend is gone, so no answer will come.
     # The backend hangs, or it is `leaving` and its time is over. The holder may ignore this if its answer has begun and
     # can only go on there.
     hung: bool = False
-    # A request of a higher band needs the slot. The holder may ignore this if its answer has begun.
+    # Whether a request of a higher band needs the slot. A holder whose answer has begun may ignore the flag.
     preempted: bool = False
-    leaving: bool = False  # The backend was drained, so its end is planned. This does not end the attempt.
+    leaving: bool = False  # Whether the backend was drained, so its end is planned. The attempt goes on.
     movable: bool = False  # Whether a further attempt may follow this one if the backend hangs. Set by the caller.
 
     @property

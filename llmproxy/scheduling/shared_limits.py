@@ -69,8 +69,8 @@ class _Charge:
 
     rates: tuple[_Rate, ...]  # The rates at the time of the charge.
     tokens: float  # Expected tokens of the request, charged on arrival.
-    entered: bool = False  # The waiting room has admitted the request.
-    corrected: bool = False  # The real tokens of an attempt have been charged.
+    entered: bool = False  # Whether the waiting room has admitted the request.
+    corrected: bool = False  # Whether real tokens of an attempt have been charged already.
 
 
 @dataclass(slots=True, eq=False)

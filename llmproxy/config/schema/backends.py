@@ -49,8 +49,8 @@ EXTERNAL_IN_FLIGHT = 32
 
 class ExternalConfig(Section):
     models: dict[Name, Name] = Field(default_factory=dict, examples=[{"llama-3.1-8b": "gpt-4o-mini"}])
-    """Models and adapters that the endpoint may serve in place of replicas, with their names there. {}: the server is
-    an engine of your own, and the other keys have no effect."""
+    """Models and adapters that the endpoint may serve in place of replicas, each with its name at the endpoint.
+    {}: the server is an engine of your own, and the other keys have no effect."""
     max_per_day: Annotated[Number, Field(gt=0)] | None = Field(default=None, examples=[20])
     """Most money per day (usage.time_zone), in the currency of the prices. Required with `models`."""
     price_per_million_input: Annotated[Number, Field(ge=0)] | None = Field(default=None, examples=[0.15])
@@ -91,20 +91,22 @@ class BackendConfig(Section):
     group: Name | None = None
     """Group of equal replicas that scale as one (replica_groups)."""
     group_label: Annotated[Name | None, idle.Rule(idle.names_labels)] = Field(default=None, examples=["pool"])
-    """Label of a pod whose value is its group. Pods without the label are in `group`. null: no label."""
+    """Label of pods: its value is the group of the pod's backend. Pods without the label are in `group`. null: no
+    label."""
     role: Annotated[str, one_of(tuple(Role)), idle.Rule(idle.both_roles)] = "both"
-    """both, prefill (computes prompts for other servers) or decode (generates their answers)."""
+    """Stages of requests that the server computes: both, prefill (prompts, for other servers) or decode (answers)."""
     api_key: ApiKey | None = Field(default=None, repr=False)
     """API key sent to this backend. null: backend_api_key."""
     forward_priority: bool = False
-    """Send vLLM its own priority field. Needs --scheduling-policy priority."""
+    """Send the band of each request in vLLM's field `priority`, negated. Needs vLLM's --scheduling-policy priority."""
     ask_usage: bool = True
     """Ask for the usage of all streams, and hide it from clients that did not ask. A server that refuses is asked again
     after an hour. false: for --enable-force-include-usage."""
     tls: BackendTlsConfig = BackendTlsConfig()
-    """How to verify an https URL."""
+    """How the certificate of an https URL is verified."""
     external: ExternalConfig = ExternalConfig()
-    """A paid endpoint elsewhere with OpenAI's API, used last. It gets at most max_in_flight requests, by default 32."""
+    """A paid endpoint elsewhere with OpenAI's API, used last, with at most max_in_flight (by default 32) requests at
+    once."""
 
     @field_validator("tls")
     @classmethod
@@ -183,7 +185,8 @@ class DiscoveryConfig(Section):
     dns_interval_s: Annotated[Seconds, idle.unless_url(DNS, SRV)] = 5.0
     """Time between lookups of dns+ and srv+."""
     misses_before_removal: Annotated[Count, idle.unless_url(DNS, SRV)] = 3
-    """Lookups in a row without the address of a backend that remove it. Four times as many if they find no address."""
+    """A backend is removed after so many lookups in a row without its address; after four times as many if the lookups
+    find no address at all."""
     kubernetes_api: Annotated[Annotated[str, AfterValidator(base_url)] | None, idle.unless_url(KUBERNETES)] = Field(
         default=None, examples=["http://127.0.0.1:8001"]
     )
@@ -263,7 +266,7 @@ class ScalingConfig(Section):
     target_wait_s: Seconds = 60.0
     """Time within which the waiting requests should be served. A shorter time asks for more replicas."""
     utilisation: Annotated[Number, Field(gt=0, le=1)] = 0.8
-    """Share of the time of a replica (above 0, at most 1) that is planned with. The rest is a reserve."""
+    """Share of a replica's time (above 0, at most 1) that is planned to be used. The rest is a reserve."""
     target_tpot_s: Seconds | None = None
     """Time per output token that replicas should keep. null: the mean objective of the requests, if they have any."""
     start_s: Seconds | None = None

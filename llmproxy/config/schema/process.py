@@ -63,7 +63,7 @@ class TlsConfig(Section):
     cert: Path | None = None
     """Certificate chain (PEM), read again when it changes. null: plain http."""
     key: Annotated[Path | None, _WITH_CERT] = None
-    """Private key of `cert` (PEM), without a passphrase. null: in the same file."""
+    """Private key of `cert` (PEM), without a passphrase. null: the file `cert` has the key too."""
     client_ca: Annotated[Path | None, _WITH_CERT] = None
     """CA certificates (PEM) that must have signed each client's certificate. null: no client certificates."""
 
@@ -92,7 +92,7 @@ class ClusterTlsConfig(Section):
     cert: Path | None = None
     """Certificate chain (PEM). null: no TLS."""
     key: Path | None = None
-    """Private key of `cert` (PEM), without a passphrase. null: in the same file."""
+    """Private key of `cert` (PEM), without a passphrase. null: the file `cert` has the key too."""
     ca: Path | None = None
     """CA certificates (PEM) that must have signed all members' certificates. null: no TLS."""
     name: Name = "llmproxy"
@@ -161,8 +161,8 @@ class SharedLimitsConfig(Section):
     name: Annotated[LockName, _WITH_STORE] = "llmproxy"
     """Name that is part of the keys in the store. Proxies with the same name share their rates."""
     on_failure: Annotated[str, AfterValidator(failure_of), _WITH_STORE] = Field(default=CLOSED, examples=["1/3"])
-    """While the store is unreachable: closed (requests under a rate get 503), or 1/N (each of N proxies applies this
-    part)."""
+    """Behaviour while the store is unreachable: closed (requests under a rate get 503), or 1/N (each of N proxies
+    applies this part of the rates)."""
 
     @property
     def proxies(self) -> int | None:

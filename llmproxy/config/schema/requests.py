@@ -104,7 +104,7 @@ class KeyConfig(Section):
     expires: Moment | None = Field(default=None, examples=["2027-01-31"])
     """Date or timestamp from which the key is refused; in UTC if it has no time zone. null: never."""
     name: Name | None = Field(default=None, examples=["laptop"])
-    """Name in logs, on the page and in key_metrics. null: its position, such as keys[0]."""
+    """Name in logs, on the page and in key_metrics. null: the position of the key, such as keys[0]."""
 
 
 class TenantConfig(Section):
@@ -191,15 +191,15 @@ class SchedulingConfig(Section):
     """Time for which fairness `slo` counts whether a request met its objective."""
     preemption: bool = True
     """Take requests of bands below default back from their backend before their first byte, if a request of a band
-    above default needs the slot. They wait again."""
+    above default needs the slot. The requests wait again."""
     refuse_late: Annotated[bool, idle.unless(idle.has_objectives, idle.NO_OBJECTIVE)] = False
     """Refuse a request (429) if its first token would miss the objective even if the request were served next."""
     look_ahead: Annotated[Integer, Field(ge=0)] | None = None
     """Requests that an engine gets beyond its batch limit, so that no place of its batch stays empty. null:
     measured."""
     prompt_window_s: Annotated[Seconds | None, idle.unless_policy("placement", "cost")] = 0.3
-    """A backend gets no further prompts while its uncomputed ones need more time than this. Only for placement `cost`.
-    null: no limit."""
+    """Longest time for the uncomputed prompts of a backend; above it, the backend gets no further prompts. Only for
+    placement `cost`. null: no limit."""
     disaggregation: Annotated[Disaggregated, idle.WITHOUT_ROLES] = Field(default="auto", examples=[512])
     """Prompts that prefill backends compute: auto (if faster), always, never, or a number: those with at least so many
     tokens that are not cached on the best backend for the whole request."""
@@ -227,7 +227,7 @@ class QueueConfig(Section):
     no_backend_wait_s: Annotated[Number, Field(ge=0)] = 30.0
     """Longest wait while no backend for the request is up, apart from `max_wait_s`. Then it gets 503. 0: at once."""
     startup_wait_s: Annotated[Number, Field(ge=0)] = 10.0
-    """As `no_backend_wait_s`, until any backend has answered after the start. The shorter of both times counts."""
+    """Longest wait after the start while no backend has answered yet; `no_backend_wait_s` counts if it is shorter."""
     requests_max: Count = 20_000
     """Most waiting requests; beyond it 429, or a lower band loses its newest request."""
     bytes_max: Count = 1 << 30
@@ -273,7 +273,7 @@ _WITH_RETRIES = idle.unless(lambda config: config.retry.extra_attempts > 0, "ret
 
 class RetryConfig(Section):
     extra_attempts: Annotated[Integer, Field(ge=0, le=100)] = 2
-    """Most further attempts for a request after its first one failed."""
+    """Most further attempts for a request after its first attempt failed."""
     budget_ratio: Annotated[Number, Field(ge=0, le=1), _WITH_RETRIES] = 0.2
     """Most retries, as a share of all requests. Attempts that left no work in an engine do not count."""
     continue_: Annotated[str, one_of(CONTINUED), _WITH_RETRIES] = Field(default="safe", alias="continue")

@@ -108,7 +108,10 @@ class HangDetection:
         )
 
     def stuck(self, backend: BackendStreams, now: float) -> bool:
-        """Returns whether a backend with answers in flight generates no tokens, in a pool that counts them."""
+        """Returns whether a backend has answers in flight while its counter of generated tokens does not increase.
+
+        False in a pool whose counters do not rise during an answer.
+        """
         reading = backend.reading
         return (
             self._counts_steps

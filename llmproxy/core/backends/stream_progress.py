@@ -12,7 +12,7 @@ from llmproxy.core.backends.adapter_loads import PendingLoads
 from llmproxy.core.domain import Reading
 from llmproxy.core.estimates.learning import follow_ratio, gain
 
-RATIO_MOST = 2.0  # An observation counts as at most this multiple of the mean, which so follows gradually.
+RATIO_MOST = 2.0  # An observation counts as at most this multiple of the mean, so the mean follows gradually.
 USUAL_GAIN = 0.05  # Weight of a new judgement in the usual speed, which reflects about the last twenty judgements.
 SLOW_SPAN_S = 1.0  # Maximum time that one judgement adds to `BackendStreams.slow_s`.
 RECENT = 3  # Number of judgements whose median is the pace of a backend, because a single judgement may be chance.
@@ -37,10 +37,10 @@ class BackendStreams:
 
     # The engine as seen by readings.
     engine: StreamSpan = field(init=False)  # A virtual stream with all tokens that the readings count.
-    reading: Reading | None = None  # The last reading.
+    reading: Reading | None = None  # The last reading of the backend; None before the first.
     running_s: float = 0.0  # Sequence-seconds that the engine ran in the span of `engine`.
     ran: bool = False  # Whether readings show that the engine ran during the whole span of `engine`.
-    generated_s: float = -inf  # When the counter of generated tokens last increased.
+    generated_s: float = -inf  # Time at which the engine's counter of generated tokens last increased.
     paused_s: float = 0.0  # Seconds without an increase while the engine ran sequences.
     # Requests without a byte that no reading has shown, oldest first.
     unseen: dict[int, StreamSpan] = field(default_factory=dict)
@@ -126,7 +126,7 @@ class StreamSpan(Struct, eq=False):
     since_s: float  # Start of the span.
     adapter: str | None
     cold: bool  # Whether the adapter probably had to be loaded.
-    fetched: bool = False  # Another backend computed the prompt.
+    fetched: bool = False  # Whether another backend computed the prompt.
     loads_ahead: int = 0  # Adapters that may have been loaded before the first byte.
     tokens: int = 0  # Tokens of the answer at the start of the span.
     computed_tokens: float = 0.0  # The counters of the backend at the start of the span.

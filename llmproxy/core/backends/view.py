@@ -14,7 +14,7 @@ class View(Struct, frozen=True):
     """The state of one backend at one moment, which placement policies get. It is replaced, never changed."""
 
     backend: str
-    available: bool  # It is up, not drained, and either not ejected or due for a probe.
+    available: bool  # Whether the backend is up, not drained, and either not ejected or due for a probe.
     served: frozenset[str]  # The model names in the last `/v1/models` of the backend.
     resident: frozenset[str]  # Adapters that are believed to be loaded.
     max_adapters: int | None
@@ -33,12 +33,12 @@ class View(Struct, frozen=True):
     proven_load: int = 0  # Sequences that ran at once, here or on another engine of the pool; 0 if unknown.
     # Most seconds of prefill that unfinished prompts on the backend may need in sum; None: no bound.
     prompt_window_s: float | None = None
-    probed: bool = False  # The backend is ejected, its pause is over, and one request is to test it.
-    stream_probe: bool = False  # The probe request must be a stream.
+    probed: bool = False  # Whether the backend is ejected, the pause is over, and one request is to test it.
+    stream_probe: bool = False  # Whether the probe must be a stream.
     role: Role = Role.BOTH
 
     def has_room(self, ceiling: float) -> bool:
-        """Returns whether one more request fits under `ceiling`."""
+        """Returns whether one more request fits on the backend under `ceiling`, the share (0..1] of the limit."""
         return rooms((self,), ceiling)[0]
 
     @property

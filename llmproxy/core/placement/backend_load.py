@@ -38,14 +38,15 @@ class InFlight(Struct, eq=False):
     backend: str
     backend_load: BackendLoad
     booked_s: float
-    own_tokens: float  # Uncached prompt tokens.
+    own_tokens: float  # Uncached prompt tokens of the request.
     cached_tokens: float
     cold_adapter: bool
     ttft_s: float  # Predicted seconds until the first token.
     tpot_s: float  # Predicted seconds for each later token.
-    fetched: bool  # Another backend computes the prompt (decode stage).
+    fetched: bool  # Whether another backend computes the prompt, because the request is a decode stage.
     deferred: bool = False  # All adapter slots were in use, so later requests may be computed first.
-    crowded: bool = False  # The batch was full, so the prompt waits for the end of another request.
+    # Whether the batch was full at the grant, so the prompt waits for the end of another request.
+    crowded: bool = False
     work_tokens: float = 0.0  # `own_tokens` weighted by attention.
     work_s: float = 0.0  # Predicted seconds for `work_tokens` and the adapter load.
     due_s: float = 0.0  # The first byte is overdue from this time on.

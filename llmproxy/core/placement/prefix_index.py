@@ -24,7 +24,8 @@ CAPACITY_BLOCKS = 4_000  # Until the capacity is known: the KV cache of an 8B mo
 CAPACITY_BLOCKS_MAX = 1 << 18  # 134 MB of text. Bounds the memory (24 MB) and the longest call (`forget`, 10 ms).
 
 _GENERATIONS_MIN = 8
-_FAR_ABOVE = 2.0  # A block, a chat template and inexact bytes per token explain an error, but not by this factor.
+# An error by this factor means that entries were evicted; smaller errors have other reasons, such as a template.
+_FAR_ABOVE = 2.0
 # At full capacity, shrinking and recovering balance if one prediction in 33 fails.
 _SHRINK = 1 / 16
 _RECOVER = 1 / 512

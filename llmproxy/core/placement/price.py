@@ -11,7 +11,8 @@ from llmproxy.core.domain import Price, Request
 
 NAMES = ("queue", "prefill", "stream", "harm", "eviction", "adapter", "range", "memory", "slot", "transfer", "headroom")
 TERMS = frozenset(NAMES) - {"transfer", "headroom"}
-HEADROOM_COST = 0.05  # Cost of a second of headroom under an objective, because another request could use the headroom.
+# Price in seconds of each second by which a backend beats an objective: another request could use the headroom.
+HEADROOM_COST = 0.05
 
 
 class PriceRow(Struct, frozen=True):
@@ -22,7 +23,8 @@ class PriceRow(Struct, frozen=True):
 
     backend: str
     total_s: float
-    seconds: tuple[float | None, ...]  # In the order of `NAMES`; None where a term does not apply.
+    # The terms of the price in the order of `NAMES`; None for a term that does not apply.
+    seconds: tuple[float | None, ...]
     ttft_s: float
     tpot_s: float
     cached_tokens: float

@@ -39,7 +39,8 @@ class Queued(Struct, eq=False):
     request: Request
     rank: Rank
     excluded: frozenset[str] = frozenset()  # Backends that already failed the request.
-    due_s: tuple[float, float] = (inf, inf)  # Its deadlines on the two clocks of `Deadlines`.
+    # Deadlines of the request on the two clocks of `Deadlines`, in seconds; inf for none.
+    due_s: tuple[float, float] = (inf, inf)
     key: Key = (0.0, 0.0)  # The current sort key of the request in its flow.
     # The queue of `BlockedRequests` (usage limit or backend) that contains the request; None if it is in its flow.
     blocked_by: str | None = None

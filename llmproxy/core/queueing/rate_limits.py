@@ -49,7 +49,7 @@ class _Account:
     """The charge of a request that has not ended."""
 
     tokens: float  # Expected tokens, charged on arrival.
-    corrected: bool = False  # The real tokens of an attempt have been charged.
+    corrected: bool = False  # Whether real tokens of an attempt have been charged already.
 
 
 class RateLimits:

@@ -72,8 +72,8 @@ class Tokens(NamedTuple):
     """The expected tokens of a number of requests, in sum."""
 
     requests: float
-    prompt: float  # All prompt tokens.
-    compute: float  # Uncached prompt tokens.
+    prompt: float  # All prompt tokens, cached ones too.
+    compute: float  # Uncached prompt tokens, which the engines must compute.
     before: float  # Mean number of earlier tokens that an uncached token attends to.
     output: float
     kv_tokens: float  # Tokens that an answer occupies in the KV cache, averaged over its time.

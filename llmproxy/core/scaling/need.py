@@ -103,7 +103,7 @@ class Need(Struct, frozen=True):
     prefill: float  # The part of the work that prompts need, in replicas.
     decode: float  # The part of the work that answers need, in replicas.
     capacity: Capacity | None
-    waiting: int  # Waiting requests.
+    waiting: int  # Number of waiting requests that demand replicas.
     waiting_s: float  # Replica-seconds of the waiting requests.
     start_s: float  # Seconds until a new replica serves.
     # The need of this proxy's own requests, 0 if unknown. The sum over several proxies is the need of all.

@@ -29,7 +29,7 @@ class Scene:
     name: str
     seconds: float
     message: str  # Shown at its start. `{victim}` is the name of the affected replica.
-    sources: tuple[Source, ...] = ()  # Additional traffic.
+    sources: tuple[Source, ...] = ()  # Traffic that the scene adds while it plays.
 
     @property
     def path(self) -> str:

@@ -48,7 +48,7 @@ class ServerJob:
     first_s: float | None = None
     # Whether the fault `reset` will cut the answer in mid-stream.
     cut_short: bool = False
-    # The tokens that the proxy has counted, and the time of the last increase.
+    # Output tokens that the proxy has counted, and `heard_s`, the time at which they last increased.
     heard_tokens: int = 0
     heard_s: float = 0.0
 

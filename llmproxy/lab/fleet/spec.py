@@ -100,9 +100,9 @@ class SimulatedFleet:
     """Replicas, their faults, and the proxies in front of them."""
 
     name: str
-    # Their names are distinct. All replicas serve, unless the fleet has an autoscaler.
+    # Replicas with distinct names. All replicas serve, unless the fleet has an autoscaler.
     replicas: tuple[ReplicaSpec, ...]
-    # In the order of their times.
+    # The faults of replicas, in the order of their begins.
     faults: tuple[Fault, ...] = ()
     # Number of proxies. Without a `cluster`, each proxy knows only its own requests.
     proxies: int = 1
@@ -110,7 +110,7 @@ class SimulatedFleet:
     autoscale: Autoscale | None = None
     # Durations of KV transfers between replicas with roles.
     kv_transfer: KvTransfer = KV_TRANSFER
-    # The first tenant of the trace uses one proxy, and the other tenants use the others.
+    # Whether the first tenant of the trace uses one proxy, and the other tenants use the other proxies.
     pinned: bool = False
 
     @property

@@ -21,7 +21,7 @@ from llmproxy.core.settings import Settings
 FLOWS_MAX = 40  # Maximum number of backlogged flows whose counters are compared in a band, to keep a comparison cheap.
 COUNTERS_MAX = 10_000  # Most counters. Beyond it, the counters of flows without requests are dropped.
 
-Flow = tuple[int, str]  # (band, fairness key)
+Flow = tuple[int, str]  # The key of a flow: (band, fairness key).
 
 
 class _AuditedLease:

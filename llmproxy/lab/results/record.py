@@ -38,5 +38,5 @@ class Record:
     # Cached prompt tokens in the last attempt.
     hit_tokens: int = 0
     output_tokens: int = 0
-    # The answer was completed within both objectives.
+    # Whether the answer was completed within both objectives.
     met: bool = False

@@ -21,7 +21,7 @@ class Survey:
     duration_s: float
     # Requests of each adapter, without the base model.
     adapters: Mapping[str, int]
-    # In the order of their first request.
+    # The bands of all requests, in the order of the first request of each.
     bands: tuple[str | int, ...]
     # Requests that got no answer in reality, so its length is an assumption.
     guessed: int

@@ -166,7 +166,7 @@ class ClusterLeasing(LeaseClient):
 
 
 class LeaderConnection:
-    """A connection to a leader, usable once the leader has sent its Welcome."""
+    """A connection from this member to a leader, which carries lease calls once the leader has sent a Welcome."""
 
     def __init__(
         self, leadership: Leadership, handle: Callable[[LeaderConnection, ToMember], None],

@@ -70,7 +70,7 @@ class Noise:
             raise ValueError(f"slow_chance must be at least 0 and below 1, got {self.slow_chance}")
 
     def factor(self, rng: random.Random) -> float:
-        """Returns a factor for the time of the next step."""
+        """Returns a random factor by which the next step takes longer or shorter than its profile says."""
         slow = self.slow_factor if rng.random() < self.slow_chance else 1.0
         return slow * rng.lognormvariate(0.0, self.sigma)
 
