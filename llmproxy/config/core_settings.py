@@ -62,6 +62,7 @@ def _external(config: Config, external: ExternalConfig) -> External:
         inf if external.only_above_wait_s is None else external.only_above_wait_s,
         external.max_per_day or 0.0,
         config.band(external.from_band),
+        external.price_per_million_cached,
     )
 
 

@@ -8,15 +8,16 @@ from itertools import islice
 from math import inf
 
 from llmproxy.core.backends.backend import Backend
-from llmproxy.core.domain import Grant, GrantReason, Placed, Request, Verdict
+from llmproxy.core.domain import Grant, GrantReason, Placed, Request, Usage, Verdict
 from llmproxy.core.lease_events import Returned
 from llmproxy.core.leases import LeaseObserver, LeaseRecord, Leases
 from llmproxy.core.placement.first_fit import limited
 from llmproxy.core.queueing.day_budgets import DayBudgets
 from llmproxy.core.queueing.queue import Queued
-from llmproxy.core.queueing.rate_limits import charged_usage
+from llmproxy.core.queueing.rate_limits import charged_usage, expected_usage
 from llmproxy.core.queueing.usage_limits import UsageLimits
 from llmproxy.core.queueing.waiting_room import WaitingRoom
+from llmproxy.core.settings import External
 
 LOOK_MAX = 64
 """Waiting requests of a band that are examined for each grant. Bounds the time of a pass."""
@@ -42,19 +43,26 @@ class MoneyObserver(LeaseObserver):
 
     def returned(self, lease: LeaseRecord, event: Returned, now: float) -> None:
         backend = lease.backend
-        expected = self._reserved.pop(lease.number)
-        self._days.reserve_money(backend.name, -expected)
-        used = charged_usage(lease.request, event.verdict, event.usage)
-        if used is not None and backend.external is not None:
-            self._days.spend(backend.name, backend.external.cost(used.prompt_tokens, used.output_tokens), now)
-        elif event.verdict not in FREE:
-            self._days.spend(backend.name, expected, now)
+        self._days.reserve_money(backend.name, -self._reserved.pop(lease.number))
+        if backend.external is not None:
+            cost = attempt_cost(backend.external, lease.request, event.verdict, event.usage)
+            self._days.spend(backend.name, cost, now)
+
+
+def attempt_cost(external: External, request: Request, verdict: Verdict, usage: Usage | None) -> float:
+    """Returns the cost of an ended attempt. Without a usage, it costs as expected if it may have been computed."""
+    used = charged_usage(request, verdict, usage)
+    if used is None:
+        if verdict in FREE:
+            return 0.0
+        used = expected_usage(request)
+    return external.cost(used)
 
 
 def expected_cost(backend: Backend, request: Request) -> float:
     """Returns the expected cost of a request on an external backend."""
     assert backend.external is not None
-    return backend.external.cost(request.prompt_tokens, request.output_tokens)
+    return backend.external.cost(expected_usage(request))
 
 
 class Overflow:
@@ -94,6 +102,10 @@ class Overflow:
     def takes(self, request: Request, excluded: frozenset[str], now: float) -> bool:
         """Returns whether an external backend takes a request while no replica is up."""
         return any(self._able(backend, request, excluded, now) for backend in self.externals.values())
+
+    def knows(self, model: str) -> bool:
+        """Returns whether an external backend has a model at other times."""
+        return any(one.external is not None and model in one.external.models for one in self.externals.values())
 
     def _first(self, level: int, now: float) -> tuple[Queued, Backend] | None:
         with closing(self._in_order(level, now)) as waiting:

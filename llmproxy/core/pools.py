@@ -116,6 +116,7 @@ class Pools:
         if name in settings.externals:
             backend.set_external(settings.externals[name])
             self.externals[name] = backend
+            self._note_external_models()
         else:
             self.catalogue.add(name)
 
@@ -130,7 +131,12 @@ class Pools:
         if self.externals.pop(name, None) is None:
             self.catalogue.remove(name)
             self._arrange()
+        self._note_external_models()
         del self.backends[name]
+
+    def _note_external_models(self) -> None:
+        given = (one.external for one in self.externals.values())
+        self.catalogue.external = frozenset().union(*(one.models for one in given if one is not None))
 
     def replace_process(self, name: str) -> None:
         """Records that a new process has the name of a backend, and resets values read from the old one."""
@@ -152,6 +158,7 @@ class Pools:
             backend.reconfigure(settings.capacity, settings.health, settings.ceiling_range)
         for name in self.externals.keys() & settings.externals.keys():
             self.externals[name].set_external(settings.externals[name])
+        self._note_external_models()
         for scheduler in self._all:
             scheduler.reconfigure(settings, now)
         self._arrange()
@@ -180,8 +187,14 @@ class Pools:
         # Even if nothing changed, because a policy may have raised while a pool was created.
         self._arrange()
 
+    def timed_out(self, backend: str, now: float) -> None:
+        """Records that a request of a poll got no answer in time."""
+        self.catalogue.silent(backend)
+        self.backends[backend].timed_out(now)
+
     def troubled(self, backend: str, trouble: Trouble) -> bool:
         """Records a failed poll. Returns whether the process is certainly gone, and its open streams with it."""
+        self.catalogue.silent(backend)
         gone = self.backends[backend].troubled(trouble)
         if gone:
             for scheduler in self._all:
@@ -244,11 +257,19 @@ class Pools:
                 new.attach(backend)
 
     def _scheduler_of(self, request: Request) -> Scheduler | None:
-        """Returns the scheduler of the backends that list the model of a request now."""
+        """Returns the scheduler of the backends that list the model of a request now.
+
+        A model that only external backends have served so far gets a scheduler without backends.
+        """
         if request.backend in self._of_backend:
             return self._of_backend[request.backend]
         target = self.catalogue.served.get(request.model)
-        return self.schedulers.get(request.pool if target is None else target.pool)
+        pool = request.pool if target is None else target.pool
+        if target is None and pool not in self.schedulers and pool in self.catalogue.external:
+            made = self.schedulers[pool] = self._make(pool, self._make_placement())
+            made.pool, made.names = pool, frozenset({pool})
+            self._all = (*self.schedulers.values(), *self._left)
+        return self.schedulers.get(pool)
 
     def _scheduler_named(self, pool: str) -> Scheduler | None:
         """Returns the scheduler of a pool. `pool` is any of its names, because other processes may use another name."""
@@ -297,15 +318,17 @@ class Pools:
         Returns None if the backend of `placed` is not in the pool of the request. The request then
         counts as load of other clients, when a scrape shows it.
         """
-        scheduler = self._of_backend.get(placed.backend)
-        if scheduler is None or scheduler is not self._scheduler_named(request.pool):
+        external = placed.backend in self.externals
+        scheduler = self._scheduler_of(request) if external else self._of_backend.get(placed.backend)
+        if scheduler is None or not (external or scheduler is self._scheduler_named(request.pool)):
             return None
         answers_on = None if placed.answers_on is None else self.backends.get(placed.answers_on)
         backend = self.backends[placed.backend]
-        lease = scheduler.leases.book(request, placed, backend, at_s, answers_on=answers_on)
+        leases = scheduler.overflow.leases if external else scheduler.leases
+        lease = leases.book(request, placed, backend, at_s, answers_on=answers_on)
         scheduler.charges.already_charged(request, lease)
         self.limits.rates.resume(request)
-        self._of_lease[lease] = scheduler.leases
+        self._of_lease[lease] = leases
         return lease
 
     def balances(self) -> dict[tuple[str, int], Mapping[str, float]]:

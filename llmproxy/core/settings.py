@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from llmproxy.core.domain import IDLE, Role
+from llmproxy.core.domain import IDLE, Role, Usage
 from llmproxy.core.scaling.groups import Group
 
 IDLE_CEILING = 0.01  # Under this ceiling, only a backend without any request takes a request of the band `idle`.
@@ -94,9 +94,13 @@ class External:
     only_above_wait_s: float
     max_per_day: float
     from_band: int
+    price_per_million_cached: float | None = None  # Of prompt tokens that the endpoint had cached; None: as others.
 
-    def cost(self, prompt_tokens: int, output_tokens: int) -> float:
-        return (prompt_tokens * self.price_per_million_input + output_tokens * self.price_per_million_output) / 1e6
+    def cost(self, used: Usage) -> float:
+        input_price, cached_price = self.price_per_million_input, self.price_per_million_cached
+        cached_tokens = 0 if cached_price is None else min(used.cached_tokens or 0, used.prompt_tokens)
+        money = (used.prompt_tokens - cached_tokens) * input_price + cached_tokens * (cached_price or 0.0)
+        return (money + used.output_tokens * self.price_per_million_output) / 1e6
 
 
 class Splitting(StrEnum):

@@ -151,12 +151,6 @@ class Attempt(Struct, kw_only=True, omit_defaults=True):
         self.again, self.unsplit, self.status, self.message, self.detail = Again.NO, False, None, "", ""
 
     @property
-    def used_tokens(self) -> tuple[int, int]:
-        """The (prompt, output) tokens of the attempt: the counts of the engine plus the estimates."""
-        prompt, output = self.prompt_tokens or 0, self.output_tokens or 0
-        return prompt + self.estimated_prompt_tokens, output + self.estimated_output_tokens
-
-    @property
     def error(self) -> str | None:
         """Message and detail of the failure, shortened for a log line; None if there is neither."""
         return shortened(f"{self.message} {self.detail}".strip())

@@ -261,14 +261,19 @@ class Dispatcher:
         self._decide_soon()
 
     def timed_out(self, backend: str) -> None:
-        self.pools.backends[backend].timed_out(loop_time())
-        self._decide_soon()
+        self.pools.timed_out(backend, loop_time())
+        self._note_silent()
 
     def troubled(self, backend: str, trouble: Trouble, detail: str) -> None:
         del detail
         if self.pools.troubled(backend, trouble):
             for cut in tuple(self._direct.get(backend, ())):
                 cut()
+        self._note_silent()
+
+    def _note_silent(self) -> None:
+        if self._unresolved and self.pools.externals:
+            self._wake_nameless()
         self._decide_soon()
 
     # --- for operators ------------------------------------------------------------------------------------------------
@@ -405,7 +410,8 @@ class Dispatcher:
         else:
             # While discovery may still add names, only served names are resolved.
             asked = self._unresolved.keys()
-            among = asked if catalogue.complete else (asked & catalogue.served.keys()) | (asked & {None})
+            known = catalogue.served.keys() | catalogue.external | {None}
+            among = asked if catalogue.complete else asked & known
             resolved = [name for name in among if not catalogue.awaits(name)]
         self._aliases = catalogue.aliases
         for name in resolved:

@@ -7,11 +7,35 @@ from typing import Any
 
 import pytest
 
-from llmproxy.core.domain import CRITICAL, IDLE, SHEDDABLE, AdmissionKind, Grant, Outcome, Request, Usage, Verdict
+from llmproxy.core.domain import (
+    CRITICAL,
+    IDLE,
+    SHEDDABLE,
+    AdmissionKind,
+    Grant,
+    Outcome,
+    Request,
+    Trouble,
+    Usage,
+    Verdict,
+)
 from llmproxy.core.lease_events import Returned, Started
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import External, Settings, UsageLimit
-from tests.core.make import BASE, DEFAULTS, grants, kill, names, only_drop, pools, refusal, request, submit, tight
+from tests.core.make import (
+    BASE,
+    DEFAULTS,
+    grants,
+    kill,
+    listing,
+    names,
+    only_drop,
+    pools,
+    refusal,
+    request,
+    submit,
+    tight,
+)
 
 EXTERNAL = External(frozenset({BASE}), 1e6, 1e6, 10.0, 1_000.0, DEFAULTS.scaling.from_band)
 """A token costs 1, and so a request of `mine` is expected to cost 20."""
@@ -138,6 +162,70 @@ def test_an_answer_that_may_have_been_computed_costs_as_expected() -> None:
     assert of.money_left("x", 1.0) == 10.0
     of.apply(Returned(second.lease, Verdict.CONNECT_FAILED), 1.0)
     assert of.money_left("x", 1.0) == 30.0
+
+
+def test_cached_prompt_tokens_may_have_a_price_of_their_own() -> None:
+    usage = Usage(10, 1, 4)
+    assert EXTERNAL.cost(usage) == 11.0
+    assert replace(EXTERNAL, price_per_million_cached=0.25e6).cost(usage) == 8.0
+    assert replace(EXTERNAL, price_per_million_cached=0.0).cost(Usage(10, 1, 99)) == 1.0
+
+
+def test_a_new_leader_counts_the_requests_that_run_there() -> None:
+    of, new = fleet(limit=2, max_per_day=50.0), fleet(limit=2, max_per_day=50.0)
+    for one in (of, new):
+        kill(one, "a")
+    submit(of, mine(id="r0"))
+    (grant,) = grants(of)
+    lease = new.resume(grant.request, grant.placed, 0.0)
+    assert lease is not None
+    assert new.money_left("x", 1.0) == 30.0
+    submit(new, mine(id="r1"), mine(id="r2"))
+    assert names(grants(new)) == ["r1"]
+    new.apply(Returned(lease, Verdict.SERVED, Usage(10, 5)), 1.0)
+    new.check(1.0)
+    assert new.money_left("x", 1.0) == 15.0
+
+
+@pytest.mark.parametrize("replicas", ["none", "refuse", "hang", "have other models"])
+def test_a_model_that_no_replica_has_listed_is_served(replicas: str) -> None:
+    of = pools({}, replace(tight(), externals={"x": EXTERNAL}))
+    of.add_backend("x", 8)
+    if replicas != "none":
+        of.add_backend("a", 1)
+        # The replica may be up.
+        assert refusal(of.catalogue.resolve, BASE).outcome is Outcome.REJECTED_NO_BACKENDS
+        assert of.catalogue.awaits(BASE)
+    if replicas == "refuse":
+        of.troubled("a", Trouble.REFUSED)
+    elif replicas == "hang":
+        of.timed_out("a", 1.0)
+    elif replicas == "have other models":
+        of.backends["a"].answered(0.0)
+        of.listed("a", listing(base="other"))
+    assert not of.catalogue.awaits(BASE)
+    target = of.catalogue.resolve(BASE)
+    assert (target.model, target.pool, target.adapter) == (BASE, BASE, None)
+    submit(of, mine(id="r0"))
+    (grant,) = grants(of)
+    assert grant.placed.backend == "x"
+    assert refusal(of.catalogue.resolve, "unknown").outcome in (Outcome.UNKNOWN_MODEL, Outcome.REJECTED_NO_BACKENDS)
+    if replicas in ("refuse", "hang"):
+        # It comes up.
+        submit(of, mine(id="r1", overflows=False))
+        of.backends["a"].answered(2.0)
+        of.listed("a", listing())
+        assert by_backend(grants(of, 2.0)) == {"a": ["r1"], "x": []}
+    of.apply(Returned(grant.lease, Verdict.SERVED, Usage(10, 5)), 3.0)
+    of.check(3.0)
+
+
+def test_a_model_that_no_endpoint_has_any_more_is_unknown_again() -> None:
+    of = pools({"a": 1}, replace(tight(), externals={"x": replace(EXTERNAL, models=frozenset({"only-there"}))}))
+    of.add_backend("x", 8)
+    assert of.catalogue.resolve("only-there").pool == "only-there"
+    of.remove_backend("x")
+    assert refusal(of.catalogue.resolve, "only-there").outcome is Outcome.UNKNOWN_MODEL
 
 
 def test_a_request_whose_only_replica_failed_goes_out_at_once() -> None:

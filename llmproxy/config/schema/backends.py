@@ -55,6 +55,8 @@ class ExternalConfig(Section):
     """Most money per day (usage.time_zone), in the currency of the prices. Required with `models`."""
     price_per_million_input: Annotated[Number, Field(ge=0)] | None = Field(default=None, examples=[0.15])
     """Price of a million prompt tokens. Required with `models`."""
+    price_per_million_cached: Annotated[Number, Field(ge=0)] | None = Field(default=None, examples=[0.075])
+    """Price of a million prompt tokens that the endpoint had cached, by its usage. null: price_per_million_input."""
     price_per_million_output: Annotated[Number, Field(ge=0)] | None = Field(default=None, examples=[0.6])
     """Price of a million answer tokens. Required with `models`."""
     only_above_wait_s: Annotated[Number, Field(ge=0)] | None = 10.0

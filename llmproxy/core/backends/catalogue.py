@@ -56,6 +56,8 @@ class Catalogue:
         self.named: frozenset[str] = frozenset()  # Pools of `scaling.pools`, which may have no backend at the moment.
         # Names, or patterns that end in `*`, that clients may use before a backend lists them -> base model.
         self.unlisted: Mapping[str, str] = {}
+        self.external: frozenset[str] = frozenset()  # Models that external backends serve if no replica does.
+        self._silent: set[str] = set()  # Backends of `_unread` whose polls failed.
         self.expecting = False  # Whether discovery will still add backends.
         self.ever_read = False  # Whether any backend was read since the start of the process.
         self.revision = 0  # Increases whenever `targets` or `pools` may have changed.
@@ -69,6 +71,17 @@ class Catalogue:
         """Whether there are backends, all of them have listed their models, and discovery adds no more."""
         return not self.expecting and bool(self._listings) and not self._unread
 
+    def silent(self, backend: str) -> None:
+        """Notes a failed poll of a backend."""
+        if backend in self._unread:
+            self._silent.add(backend)
+
+    def _only_external(self, model: str | None) -> bool:
+        """Returns whether a model is at external backends alone: no replica lists it, and none is about to answer."""
+        return (
+            model in self.external and model not in self.served and not self.expecting and self._unread <= self._silent
+        )
+
     def add(self, backend: str) -> None:
         if self._listings.setdefault(backend, None) is None:
             self._unread.add(backend)
@@ -77,6 +90,7 @@ class Catalogue:
         """Removes a backend, and the names that only this backend listed."""
         del self._listings[backend]
         self._unread.discard(backend)
+        self._silent.discard(backend)
         self._rebuild()
 
     def rename(self, aliases: Aliases) -> None:
@@ -130,6 +144,7 @@ class Catalogue:
         before = self._listings.get(backend)
         self._listings[backend] = listing
         self._unread.discard(backend)
+        self._silent.discard(backend)
         self.ever_read = True
         if before is not None and before.cards == listing.cards:
             return False
@@ -159,6 +174,8 @@ class Catalogue:
             # Clients choose the names that `*` maps, so metrics count such a name under its target.
             known = name in self.aliases or name in self.served
             return replace(self.served[model], requested=name) if known else self.served[model]
+        if self._only_external(model):
+            return Target(name, model, model, None)
         if model in self.promised:
             message = f"No backend has the adapter `{name}` loaded at the moment. Try again shortly."
             raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_UNREAD_S)
@@ -184,7 +201,9 @@ class Catalogue:
         """Returns whether a name, resolved by `resolve_alias`, may become known when more backends are read."""
         if name is None:
             return not self.pools and not self.complete
-        return name not in self.served and (name in self.promised or not self.complete)
+        if name in self.served or self._only_external(name):
+            return False
+        return name in self.promised or not self.complete
 
     def models(self) -> list[dict[str, Any]]:
         """Returns the entries of `/v1/models`: base models, then adapters, then configured aliases."""

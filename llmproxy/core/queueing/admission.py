@@ -31,6 +31,8 @@ class Takes(Protocol):
 
     def takes(self, request: Request, excluded: frozenset[str], now: float) -> bool: ...
 
+    def knows(self, model: str) -> bool: ...
+
 
 SHED_MAX = 64  # Maximum number of requests that are shed for a single request of a higher band.
 RETRY_EMPTY_S = 2.0  # `Retry-After` while no backend is up: about the time until a poll finds a backend up again.
@@ -119,8 +121,12 @@ class Admission:
         unavailable = {backend.name for backend in able if backend.drained or not backend.health.available(now)}
         if unavailable and self._settings.queue.no_backend_wait_s:
             return excluded - unavailable, True
-        if self.overflow is not None and self.overflow.takes(request, excluded, now):
-            return excluded, False
+        if self.overflow is not None:
+            if self.overflow.takes(request, excluded, now):
+                return excluded, False
+            if not (able or excluded) and self._settings.queue.no_backend_wait_s and self.overflow.knows(request.model):
+                # No replica ever listed the model, and this request must wait for one.
+                return excluded, True
         if excluded:
             raise _all_failed(request, RETRY_EMPTY_S)
         message = f"No backend of `{request.model}` is up. Try again shortly."

@@ -140,9 +140,11 @@ def expected(request: Request) -> float:
 
 def charged_usage(request: Request, verdict: Verdict, usage: Usage | None) -> Usage | None:
     """Returns the tokens that an attempt used; without a usage, the expected tokens of a served one."""
-    if usage is None and verdict is Verdict.SERVED:
-        return Usage(request.prompt_tokens, request.output_tokens)
-    return usage
+    return expected_usage(request) if usage is None and verdict is Verdict.SERVED else usage
+
+
+def expected_usage(request: Request) -> Usage:
+    return Usage(request.prompt_tokens, request.output_tokens)
 
 
 def amount(kind: str, tokens: float) -> float:

@@ -16,6 +16,7 @@ from llmproxy.config import BackendConfig, Config
 from llmproxy.core.backends.catalogue import Target
 from llmproxy.core.domain import Outcome, Refused, Request, Stage, Verdict
 from llmproxy.core.estimates.tokens import Estimator
+from llmproxy.core.overflow import attempt_cost
 from llmproxy.core.retry import COMPUTED_MAX, Again, RetryBudget
 from llmproxy.gateway.http.client_request import ClientRequest
 from llmproxy.gateway.http.errors import INTERNAL_MESSAGE, Failure
@@ -355,7 +356,7 @@ class RequestHandler:
             self._exits.attempted(backend.name, attempt.verdict)
             attempt.ended_s = asyncio.get_running_loop().time()
             if (external := rules.externals.get(backend.name)) is not None:
-                attempt.cost = external.cost(*attempt.used_tokens)
+                attempt.cost = attempt_cost(external, request, lease.verdict, lease.usage)
             if context.continuation is not None and attempt.committed:
                 record.continued = context.continuation.rest_of.rest.how
             if context.continuation is not None and attempt.first_byte_s is not None:

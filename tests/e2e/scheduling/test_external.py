@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from llmproxy.config import Config, ConfigError
 from llmproxy.lab.simulator.replica import Replica
 from llmproxy.lab.simulator.server.faults import FaultKind
-from tests.e2e.proxies import ENDLESS, FAST, HELLO, STREAM, ProxyUnderTest, all_of, is_poll, serving, until
+from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, STREAM, ProxyUnderTest, all_of, is_poll, serving, until
 
 KEY = "s3cret-key-of-the-endpoint"
 THERE = replace(FAST, model="there", adapters=(), api_key=KEY)
@@ -69,6 +71,56 @@ async def test_an_overloaded_fleet_overflows_and_the_endpoint_learns_nothing_abo
             assert KEY not in (await proxy.get(path)).body.decode()
 
 
+async def test_an_answer_counts_beyond_the_context_of_the_replicas_and_trains_no_estimate() -> None:
+    seen: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        seen.append(request.path_qs)
+        choice = {"index": 0, "message": {"role": "assistant", "content": "hello"}, "finish_reason": "stop"}
+        usage = {"prompt_tokens": 5_000, "completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 4_000}}
+        return web.json_response({"id": "1", "choices": [choice], "usage": usage})
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    async with TestServer(app) as there, Replica(replace(FAST, max_model_len=512)) as here:
+        entry = {"models": {"base": "there"}, "max_per_day": 1e6, "price_per_million_input": 1e6}
+        entry |= {"price_per_million_output": 1e5, "price_per_million_cached": 1e5}
+        backends = [{"url": here.url, "name": "a"}, {"url": str(there.make_url("/")), "name": "x", "external": entry}]
+        async with serving(backends=backends, wait=False) as proxy:
+            await until(lambda: proxy.app.pools.backends["a"].listing is not None)
+            estimator = proxy.app.pools.estimator
+            await proxy.chat()
+            learned = estimator.bytes_per_token("base")
+            proxy.app.registry.drain("a")
+            for _ in range(3):
+                answered = await proxy.post(f"{CHAT}?secret=1", HELLO)
+                assert (answered.status, answered.backend) == (200, "x")
+            assert estimator.bytes_per_token("base") == learned
+            cost = 3 * (1_000 + 4_000 / 10 + 4 / 10)
+            assert proxy.metric("llmproxy_external_cost_total", backend="x") == pytest.approx(cost)
+            assert proxy.metric("llmproxy_external_day_left", backend="x") == pytest.approx(1e6 - cost)
+    assert seen == [CHAT] * 3
+
+
+@pytest.mark.parametrize("replica", ["none", "down"])
+async def test_it_serves_right_after_a_start_without_a_replica(replica: str) -> None:
+    async with Replica(THERE) as there, Replica(FAST) as gone:
+        pass
+    async with there:
+        entry = {"models": {"base": "there"}, "max_per_day": 100.0}
+        entry |= {"price_per_million_input": 1, "price_per_million_output": 1}
+        backends: list[Any] = [{"url": there.url, "name": "x", "api_key": KEY, "external": entry}]
+        if replica == "down":
+            backends.append({"url": gone.url, "name": "a"})
+        async with serving(backends=backends, wait=False) as proxy:
+            answer = await proxy.chat()
+            assert (answer.status, answer.backend) == (200, "x")
+            if replica == "down":
+                async with gone:
+                    await until(lambda: proxy.app.registry.status("a").state == "up")
+                    assert (await proxy.chat()).backend == "a"
+
+
 async def test_streams_cost_as_much_and_go_to_the_fleet_when_it_is_back() -> None:
     async with overflowing({"only_above_wait_s": None}) as (proxy, _):
         proxy.app.registry.drain("a")
@@ -98,6 +150,22 @@ async def test_the_bound_of_the_day_ends_it_also_after_a_restart(tmp_path: Path)
             assert [(await proxy.chat()).status for _ in statuses] == statuses
             left.append(proxy.metric("llmproxy_external_day_left"))
     assert 11.0 == left[0] > left[1] == pytest.approx(left[2])
+
+
+async def test_an_attempt_that_timed_out_costs_also_after_a_restart(tmp_path: Path) -> None:
+    config = {"timeouts": {"total_s": 0.3}, "queue": {"no_backend_wait_s": 0.0}}
+    left = []
+    for asks in (True, False):
+        of_another_process(tmp_path)
+        async with overflowing(config=config, usage_folder=tmp_path) as (proxy, there):
+            proxy.app.registry.drain("a")
+            left.append(proxy.metric("llmproxy_external_day_left"))
+            if asks:
+                there.faults.set(FaultKind.SILENT)
+                assert (await proxy.chat()).status == 504
+                left.append(proxy.metric("llmproxy_external_day_left"))
+                there.faults.clear()
+    assert 100.0 == left[0] > left[1] == pytest.approx(left[2])
 
 
 @pytest.mark.parametrize("breaks", ["x", "a"])
