@@ -22,7 +22,7 @@ LOOK_MAX = 64  # Maximum number of leases, and of requests, that a pass examines
 
 
 class Preemption(LeaseObserver):
-    """The leases of bands up to `default` that have no first byte yet.
+    """Chooses leases to preempt, among the leases of bands up to `default` without a first byte.
 
     The lowest band is preempted first, and in it the newest lease, because the engine has spent the least work on it.
     The scheduling pass after the release decides which request gets the slot. A lease of band `default` is preempted

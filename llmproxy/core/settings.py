@@ -134,7 +134,8 @@ class ScalingSettings:
     target_tpot_s: float | None  # Target time per token; None: the mean objective of the requests.
     start_s: float | None  # Time until a new replica is ready; None: as observed.
     idle_s: float  # Time without a request after which no replica is needed.
-    groups: tuple[Group, ...]  # Groups of replicas, with cost and bounds. `speed` and `up` are not known here.
+    # Groups of replicas, with cost and bounds. `speed` and `up` keep their defaults.
+    groups: tuple[Group, ...]
 
 
 @dataclass(frozen=True, slots=True)

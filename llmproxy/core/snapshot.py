@@ -124,7 +124,7 @@ class LimitSnapshot:
 class Snapshot:
     pools: tuple[PoolSnapshot, ...]
     limits: tuple[LimitSnapshot, ...]
-    limits_more: int  # Usage limits left out.
+    limits_more: int  # Number of usage limits that are left out.
 
 
 @dataclass(frozen=True, slots=True)

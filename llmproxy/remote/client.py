@@ -24,7 +24,7 @@ from llmproxy.remote.messages import Answer, Message, Sendable, relative_to
 from llmproxy.scheduling.dispatcher import loop_time, shutting_down
 from llmproxy.scheduling.lease import Lease
 
-UNSENT_MAX = 10_000  # Maximum number of reports kept without a link. They only correct estimates.
+UNSENT_MAX = 10_000  # Maximum number of reports kept without a link. Losing reports only makes estimates less exact.
 NO_LEADER_RETRY_S = 1.0
 DISCOVERY_LAG_S = 10.0  # Maximum time between the discovery of a backend by this process and by the other one.
 DISCOVERY_RETRY_S = 0.2

@@ -85,7 +85,7 @@ class Dispatcher:
     _unresolved: dict[str | None, _Unresolved] = field(default_factory=dict)
     _aliases: Aliases = field(init=False)  # The aliases at the last wake-up of `nameless` requests.
     _emptied: dict[str, asyncio.Event] = field(default_factory=dict)  # Backend -> event for `emptied`.
-    # Backend -> cut callbacks of its direct requests.
+    # Backend -> callbacks that cut the direct requests to this backend.
     _direct: dict[str, set[Callable[[], None]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -115,7 +115,7 @@ class Backend:
     def set_limits_and_role(
         self, max_in_flight: int | None, prompt_range: tuple[int, int] | None = None, role: Role = Role.BOTH
     ) -> None:
-        """Sets the configured limit, range of prompt lengths and role."""
+        """Sets the configured batch limit (None: learned), range of prompt lengths in tokens (None: any) and role."""
         self.limit.cap(max_in_flight)
         self._prompt_range = prompt_range
         self._role = role

@@ -194,7 +194,7 @@ class Health:
         self.answered_s, self.unanswered_s = now, inf
 
     def poll_timed_out(self, now: float) -> None:
-        """Records that a request of a poll got no answer in time."""
+        """Records that the backend did not answer a request of a poll within `poll.timeout_s`."""
         # If no backend answered meanwhile, the proxy paused or the network failed.
         if self.peers is not None and self.peers.others_answered(self, 0.5 * (self.answered_s + now)):
             self.unanswered_s = min(self.unanswered_s, now)

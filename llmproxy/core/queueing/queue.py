@@ -1,4 +1,4 @@
-"""Bands and flows: the waiting requests in order."""
+"""The waiting requests of a band: the flows, and the requests of each flow in the order of the ordering policy."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class Need(Struct, frozen=True):
     reason: str  # Name of the largest of `terms`, or of the bound or rule that decided.
     sure: bool  # Whether enough is known; otherwise the current number is kept.
     up: int
-    terms: dict[str, float]  # Name of each term, such as the work, -> the replicas that it asks for.
+    terms: dict[str, float]  # Name of each term, such as the work, -> the replicas that the term asks for.
     prefill: float  # The part of the work that prompts need, in replicas.
     decode: float  # The part of the work that answers need, in replicas.
     capacity: Capacity | None

@@ -35,7 +35,7 @@ class TooLong(Exception):  # noqa: N818
 
 @dataclass(slots=True, eq=False)
 class ServerJob:
-    """A request at a replica. Times are the event loop's."""
+    """A request at a replica, from its arrival there to its end. Times are on the clock of the virtual event loop."""
 
     request: EngineRequest
     # Called when the first token of the answer exists.

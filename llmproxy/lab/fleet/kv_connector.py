@@ -77,7 +77,7 @@ class KvConnector:
             self._leases[kept] = None
 
     def release(self, kept: KeptKv) -> bool:
-        """Releases the blocks. Returns whether they were still pinned."""
+        """Frees the pinned blocks of an ended request. Returns whether the blocks were still pinned."""
         if not kept.reachable:
             return False
         if (lease := self._leases.pop(kept, None)) is not None:

@@ -28,7 +28,7 @@ _log = structlog.get_logger()
 class Leadership:
     """The member that holds the lock, and so leads the cluster."""
 
-    holder: str  # The id of the process; see `Cluster.id`.
+    holder: str  # The id of the process that holds the lock; see `Cluster.id`.
     address: str
     epoch: int  # The number of this term of leadership. Each term has a higher epoch than all terms before.
 

@@ -28,7 +28,7 @@ from llmproxy.remote.server import Services
 from llmproxy.scheduling.dispatcher import Dispatcher, loop_time
 
 PREFIXES_MAX = 2_000  # Prompts that a member remembers for its next leader.
-HASHES_MAX = 100_000  # Block hashes of all prompts: 50 MB of text, 4 MB of memory, 1 MB of frames.
+HASHES_MAX = 100_000  # Maximum number of block hashes of all prompts: 50 MB of text, 4 MB of memory, 1 MB of frames.
 CONNECT_S = 2.0  # Maximum time for connecting, until the leader's Welcome.
 
 _log = structlog.get_logger()
