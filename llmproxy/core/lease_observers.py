@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 from msgspec import Struct
@@ -143,29 +144,33 @@ class ReservationObserver(LeaseObserver):
     only_stages = True
 
     def __init__(self) -> None:
-        # Request id -> (decode backend, reserved sequences, name of the prefill backend).
-        self.by_request: dict[str, tuple[Backend, int, str]] = {}
+        self.by_request: dict[str, LeaseRecord] = {}  # Request id -> the lease of its prefill stage.
 
     def booked(self, lease: LeaseRecord, now: float) -> None:
         if lease.answers_on is not None:
-            self.by_request[lease.request.id] = lease.answers_on, lease.request.sequences, lease.backend.name
+            # A process that becomes the leader of a cluster, or a member again, resumes its own leases.
+            self.release(lease.request.id)
+            self.by_request[lease.request.id] = lease
             lease.answers_on.reserve_slots(lease.request.sequences)
 
     def returned(self, lease: LeaseRecord, event: Returned, now: float) -> None:
-        if lease.answers_on is not None and not decode_follows(lease, event):
+        if self.by_request.get(lease.request.id) is lease and not decode_follows(lease, event):
             self.release(lease.request.id)
 
     def release(self, request_id: str) -> str | None:
         """Releases the slot of a request. Returns its prefill backend; None without a reservation."""
-        if request_id not in self.by_request:
+        lease = self.by_request.pop(request_id, None)
+        if lease is None or lease.answers_on is None:
             return None
-        backend, sequences, prefilled_on = self.by_request.pop(request_id)
-        backend.reserve_slots(-sequences)
-        return prefilled_on
+        lease.answers_on.reserve_slots(-lease.request.sequences)
+        return lease.backend.name
 
     def check(self) -> None:
-        for backend in {id(one[0]): one[0] for one in self.by_request.values()}.values():
-            mine = sum(sequences for owner, sequences, _ in self.by_request.values() if owner is backend)
+        reserved = Counter[Backend]()
+        for lease in self.by_request.values():
+            assert lease.answers_on is not None
+            reserved[lease.answers_on] += lease.request.sequences
+        for backend, mine in reserved.items():
             assert backend.reserved >= mine, "a reservation is not counted on its backend"
 
 

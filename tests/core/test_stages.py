@@ -266,6 +266,27 @@ def test_a_client_that_leaves_between_the_stages_leaves_nothing() -> None:
     assert one.snapshot(1.0).limits[0].in_flight == 0
 
 
+@pytest.mark.parametrize("first_ends", [True, False])
+def test_a_process_that_resumes_its_own_prompt_reserves_the_place_of_the_answer_once(first_ends: bool) -> None:
+    of = one_each()
+    submit(of, asked := long())
+    first = only_grant(of, 0.0)
+    gone = Returned(first.lease, Verdict.CLIENT_GONE)
+    if first_ends:
+        of.apply(gone, 0.1)
+    again = of.resume(first.request, first.placed, 0.0)
+    assert again is not None
+    if not first_ends:
+        of.apply(gone, 0.1)
+    assert of.backends["d"].reserved == 1
+    of.check(0.1)
+    (answer,) = prefilled(of, structs.replace(first, lease=again))
+    assert (answer.request.stage, of.backends["d"].reserved) == (Stage.DECODE, 0)
+    of.apply(Returned(answer.lease, Verdict.SERVED, Usage(20_000, 100, 0)), 2.0)
+    of.ended(asked, None, 2.0)
+    of.check(2.0)
+
+
 def test_a_refused_prompt_keeps_nothing() -> None:
     """A refusal by the engine counts as served, and no answer follows."""
     one = one_each(limits={"tenant:t": UsageLimit(in_flight=1)}, limit=1)
