@@ -384,8 +384,8 @@ class Pools:
         scheduler = self._scheduler_of(request)
         if scheduler is not None and request.id in (scaling := self.scaling.pools[scheduler.pool]).waiting:
             scaling.left(request)
-        for one in self._left if scheduler is None else (scheduler, *self._left):
-            one.ended(request, met, now)
+        for one in self._all:
+            one.ended(request, met, now, served_here=one is scheduler)
 
     def goes_on_elsewhere(self, request: Request, now: float) -> None:
         """Keeps the tokens of a request charged to its limits, because it continues at another process."""

@@ -222,15 +222,18 @@ class Scheduler:
         if is_there and (lease is None or self.leases.is_on_current_process(lease, backend)):
             self._faults.notify(self._placement.observer.cached, backend, hashes)
 
-    def ended(self, request: Request, met: bool | None, now: float) -> None:
-        """Notes the end of a request. `met`: whether its objective was met; None without an objective."""
+    def ended(self, request: Request, met: bool | None, now: float, *, served_here: bool) -> None:
+        """Notes the end of a request. `met`: whether its objective was met; None without an objective.
+
+        `served_here`: whether this pool serves its model now. If not, an earlier attempt may have been granted here.
+        """
         if request.id in self._reservations.by_request:
             self._reservations.release(request.id)
         if request.id in self._blame.failed or request.id in self._blame.too_long:
             self._blame.ended(request.id)
         if request.id in self.charges.between:
             self.charges.ended(request)
-        if (on_ended := self._room.bands[request.band].on_ended) is not None:
+        if served_here and (on_ended := self._room.bands[request.band].on_ended) is not None:
             self._faults.notify(on_ended, request, met, now)
 
     def balances(self) -> dict[int, Mapping[str, float]]:

@@ -15,6 +15,8 @@ from llmproxy.core.domain import (
     AdmissionKind,
     Drop,
     Grant,
+    Listing,
+    ModelCard,
     Preempt,
     Request,
     Role,
@@ -285,6 +287,23 @@ def test_a_process_that_resumes_its_own_prompt_reserves_the_place_of_the_answer_
     of.apply(Returned(answer.lease, Verdict.SERVED, Usage(20_000, 100, 0)), 2.0)
     of.ended(asked, None, 2.0)
     of.check(2.0)
+
+
+def test_a_pool_that_is_split_during_a_prompt_keeps_no_place_for_the_answer() -> None:
+    here, both, there = (Listing(0.0, tuple(ModelCard(x, None, 100_000) for x in names)) for names in ("m", "mn", "n"))
+    roles = {"p": Role.PREFILL, "d": Role.DECODE}
+    settings = tight(disaggregation=ALWAYS, roles=roles)
+    of = pools(dict.fromkeys("pdxyz", 4), settings, listings={"p": both, "d": both} | dict.fromkeys("xyz", there))
+    submit(of, asked := long(model="m", pool=of.pool_of("p")))
+    grant = only_grant(of, 0.0)
+    for backend in "pd":
+        of.listed(backend, here)
+    assert of.pool_of("d") != of.pool_of("x")
+    (answer,) = prefilled(of, grant)
+    of.apply(Started(answer.lease), 2.0)
+    of.apply(Returned(answer.lease, Verdict.SERVED, Usage(20_000, 100, 0)), 2.0)
+    of.ended(asked, True, 2.0)
+    assert of.backends["d"].reserved == 0
 
 
 def test_a_refused_prompt_keeps_nothing() -> None:
