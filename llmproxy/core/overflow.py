@@ -111,7 +111,7 @@ class Overflow:
         with closing(self._in_order(level, now)) as waiting:
             for queued in islice(waiting, LOOK_MAX):
                 request = queued.request
-                if limited(queued, self._limits) is not None:
+                if not request.overflows or limited(queued, self._limits) is not None:
                     continue
                 down = not any(
                     one.up and request.model in one.served and one.name not in queued.excluded
@@ -127,11 +127,11 @@ class Overflow:
         return None
 
     def _in_order(self, level: int, now: float) -> Generator[Queued, None, None]:
-        """Yields the requests that may overflow, in the order in which replicas would get them."""
+        """Yields the requests in the order in which replicas would get them."""
         lines = self._room.bands[level].lines(now)
         try:
             for line in lines:
-                yield from (queued for queued in line if queued.request.overflows)
+                yield from line
         finally:
             if (close := getattr(lines, "close", None)) is not None:
                 close()

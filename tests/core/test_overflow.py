@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,9 @@ from llmproxy.core.domain import (
     Verdict,
 )
 from llmproxy.core.lease_events import Returned, Started
+from llmproxy.core.overflow import LOOK_MAX
 from llmproxy.core.pools import Pools
+from llmproxy.core.queueing.queue import Band, Queued
 from llmproxy.core.settings import External, Settings, UsageLimit
 from tests.core.make import (
     BASE,
@@ -80,6 +83,24 @@ def test_it_is_used_at_once_while_no_replica_is_up_and_not_after() -> None:
     submit(of, mine(id="r2"), mine(id="r3"), now=2.0)
     assert by_backend(grants(of, 2.0)) == {"a": ["r2"], "x": []}
     assert grants(of, 50.0) == []
+
+
+@pytest.mark.parametrize("overflows", [True, False])
+def test_a_pass_examines_a_bounded_number_of_requests(overflows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many of them may not go there."""
+    of = fleet(only_above_wait_s=float("inf"))
+    submit(of, *(request(flow=f"f{number}", overflows=overflows) for number in range(10 * LOOK_MAX)))
+    assert len(grants(of)) == 1
+    lines, looked = Band.lines, list[object]()
+
+    def counted(self: Band, now: float) -> Iterator[Iterable[Queued]]:
+        for line in lines(self, now):
+            looked.append(line)
+            yield line
+
+    monkeypatch.setattr(Band, "lines", counted)
+    assert grants(of, 1.0) == []
+    assert len(looked) <= LOOK_MAX + 1, "the pass over the replicas looks at one line more"
 
 
 def test_requests_are_not_refused_for_a_fleet_that_is_down() -> None:
