@@ -54,6 +54,12 @@ class Unmatched(Struct):
         tokens = 0 if why.whole_model else context_tokens(queued.request)
         self.from_tokens[queued.request.model, queued.excluded] = tokens
 
+    def covers_all(self, band: Band) -> bool:
+        """Returns whether no waiting request of a band finds a backend, because none with room serves its model."""
+        if len(self.from_tokens) < len(band.kinds):
+            return False
+        return all(not bound and self.from_tokens.get((model, out)) == 0 for model, out, bound in band.kinds)
+
     def covers(self, queued: Queued) -> bool:
         tokens = self.from_tokens.get((queued.request.model, queued.excluded))
         return tokens is not None and context_tokens(queued.request) >= tokens
@@ -93,6 +99,9 @@ def first_fit(
     lines = band.lines(now)
     try:
         for line in lines:
+            if unmatched.from_tokens and unmatched.covers_all(band):
+                # There may be thousands of flows.
+                break
             # A head that fits nowhere must not block its flow while lower bands are served.
             for queued in line:
                 if queued.request.limits and (blocked := limited(queued, limits)) is not None:

@@ -137,6 +137,8 @@ class Band:
         self.on_ended = fairness.ended if _overrides(fairness, "ended") else None
         self._faults = faults
         self.size = 0
+        # (Model, excluded backends, only backend) -> waiting requests.
+        self.kinds: dict[tuple[str, frozenset[str], str | None], int] = {}
         self._only: Queued | None = None  # The only request of the band. It is put into a line when a second one comes.
         self.ranked_s = -inf  # The time at which the ranks were last applied.
         self._sorted_lines: dict[str, _Line] = {}
@@ -162,6 +164,8 @@ class Band:
 
     def push(self, queued: Queued, now: float) -> None:
         self.size += 1
+        kind = queued.request.model, queued.excluded, queued.request.backend
+        self.kinds[kind] = self.kinds.get(kind, 0) + 1
         if queued.request.continued:
             self._continued.put(queued, queued.rank.key)
             self._continued.size += 1
@@ -193,8 +197,11 @@ class Band:
 
     def remove(self, queued: Queued) -> None:
         """Removes a waiting request from its flow. Tells the fairness policy if the flow has no other request."""
-        flow = queued.request.flow
+        flow, kind = queued.request.flow, (queued.request.model, queued.excluded, queued.request.backend)
         self.size -= 1
+        self.kinds[kind] -= 1
+        if not self.kinds[kind]:
+            del self.kinds[kind]
         if queued.request.continued:
             self._continued.size -= 1
             queued.gone = True
@@ -292,7 +299,7 @@ class Band:
 
     def check(self, now: float) -> None:
         lines = {"the rests of streams": self._continued, **self._lines}
-        assert self.size == sum(line.size for line in lines.values())
+        assert self.size == sum(line.size for line in lines.values()) == sum(self.kinds.values())
         for flow, line in lines.items():
             heaps = [list(heap) for heap in line.heaps.values()]
             queued = [one for heap in heaps for one in heap]

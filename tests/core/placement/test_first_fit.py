@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
 
 from llmproxy.core.backends.view import View
-from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Grant, NoCapacity, NoMatch, Placed, Request
+from llmproxy.core.domain import (
+    CRITICAL,
+    DEFAULT,
+    SHEDDABLE,
+    Grant,
+    Listing,
+    ModelCard,
+    NoCapacity,
+    NoMatch,
+    Placed,
+    Request,
+)
 from llmproxy.core.placement.policy import NO_MATCH, NO_MATCH_FOR_MODEL, Placement
 from llmproxy.core.pools import Pools
+from llmproxy.core.queueing.queue import Band, Queued
 from tests.core.make import DEFAULTS, grants, listing, pools, reading, request
 
+PARTS = {"a": slice(1), "b": slice(2), "c": slice(1, 2)}
+"""The models of three backends. `b` has both."""
 LATER = NoMatch(whole_model=False, later="a")
 
 
@@ -80,3 +94,28 @@ def test_request_does_not_wait_by_choice_above_a_waiting_band(other_band: int, w
     pools.submit(request(id="second", band=other_band), 0.2)
     grants = [decision.request.id for decision in pools.decide(0.2) if isinstance(decision, Grant)]
     assert grants[0] == went
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_flows_of_a_full_model_are_not_walked_while_another_model_has_room(
+    bound: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But a request that only one backend may serve is looked for."""
+    cards = [ModelCard(name, None, 4096) for name in ("m", "n")]
+    listings = {name: Listing(0.0, tuple(cards[part])) for name, part in PARTS.items()}
+    of = pools(dict.fromkeys("abc", 1), listings=listings)
+    for number in range(102):
+        of.submit(request(pool=of.pool_of("a"), model="m", flow=f"f{number}"), 0.0)
+    assert {grant.placed.backend for grant in grants(of)} == {"a", "b"}
+    if bound:
+        of.submit(request(pool=of.pool_of("a"), model="m", flow="bound", backend="a"), 0.0)
+    lines, looked = Band.lines, list[object]()
+
+    def counted(self: Band, now: float) -> Iterator[Iterable[Queued]]:
+        for line in lines(self, now):
+            looked.append(line)
+            yield line
+
+    monkeypatch.setattr(Band, "lines", counted)
+    assert grants(of, 1.0) == []
+    assert (len(looked) > 2) is bound
