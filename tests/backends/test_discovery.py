@@ -20,7 +20,7 @@ from llmproxy.backends.events import BackendObserver
 from llmproxy.backends.poller import Poller
 from llmproxy.backends.registry import BackendRegistry
 from llmproxy.backends.source import BACKENDS_MAX, SourceFailedError
-from llmproxy.config import BackendConfig, BackendTlsConfig, Config, ConfigError, PollConfig
+from llmproxy.config import BackendConfig, BackendTlsConfig, Config, ConfigError, PollConfig, load_backends
 from llmproxy.core.domain import Verdict
 from llmproxy.scheduling.dispatcher import Dispatcher
 from llmproxy.upstream.client import HttpUpstream
@@ -407,7 +407,7 @@ async def test_a_file_that_could_not_be_used_is_read_again_until_it_can(
         assert expected[-1] is False
         assert known(registry).keys() == {"a"}
         # Nothing can see a change of permissions in size, place and time of a file.
-        read = discovery.load_backends
+        read = load_backends
         monkeypatch.setattr("llmproxy.backends.discovery.load_backends", unreadable)
         listed.write_text(json.dumps({"backends": [{"name": "b", "url": "http://127.0.0.1:2"}]}))
         await until(lambda: looks[-2:] == [False, False])
