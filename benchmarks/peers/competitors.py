@@ -181,7 +181,7 @@ class Peer:
     says: str = ""
 
     def find(self, folders: Iterable[Path]) -> str | None:
-        """Returns the path of the program in the first folder that has it."""
+        """Returns the path of the program in the first folder that has it; None if no folder has it."""
         for folder in folders:
             program = folder / self.program
             if os.access(program, os.X_OK) and self.says.encode() in program.read_bytes():

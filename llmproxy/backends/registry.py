@@ -300,7 +300,7 @@ class BackendRegistry:
     # --- polling --------------------------------------------------------------------------------------------------
 
     def _polling(self, backend: BackendConfig) -> asyncio.Task[None] | None:
-        """Starts the poller of a backend. An external backend has none."""
+        """Starts the poller of a backend, and returns its task. Returns None for an external backend."""
         if backend.is_external:
             return None
         key = backend.api_key or self._api_key

@@ -129,7 +129,10 @@ class RequestExit(Routing, kw_only=True, omit_defaults=True):
 
     @property
     def known_prompt_tokens(self) -> int | None:
-        """The prompt tokens that the engine counted. Without a count, the scheduler's estimate."""
+        """The prompt tokens that the engine counted, otherwise the estimate of the scheduler.
+
+        None if the request ended before it was scheduled.
+        """
         return self.last.prompt_tokens or self.expected_prompt_tokens
 
     @property

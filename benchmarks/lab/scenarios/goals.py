@@ -29,7 +29,10 @@ def least(runs: Sequence[RunResult], figure: Figure) -> float | None:
 
 
 def versus(runs: Sequence[RunResult], others: Sequence[RunResult], figure: Figure) -> float | None:
-    """Returns the mean of a figure of `runs`, divided by its mean of `others`, for the same seeds."""
+    """Returns the mean of a figure of `runs`, divided by its mean of `others`, for the same seeds.
+
+    None if a mean is missing, or if the divisor is 0.
+    """
     seeds = {run.seed for run in runs} & {run.seed for run in others}
     ours = mean([run for run in runs if run.seed in seeds], figure)
     theirs = mean([run for run in others if run.seed in seeds], figure)

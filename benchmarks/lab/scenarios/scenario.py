@@ -34,7 +34,7 @@ def critical_goodput(run: RunResult) -> float | None:
 
 
 def victims_goodput(run: RunResult) -> float | None:
-    """Returns the mean goodput of all tenants except the tenant with the most work."""
+    """Returns the mean goodput of all tenants except the tenant with the most work; None without others."""
     tenants = sorted(run.by_tenant.values(), key=lambda group: group.asked_share or 0.0)[:-1]
     return fmean(group.goodput for group in tenants if group.goodput is not None) if tenants else None
 

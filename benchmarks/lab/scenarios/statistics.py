@@ -33,7 +33,7 @@ class Ratio:
 
 
 def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio | None:
-    """Returns the ratio of `ours` to `theirs`, pair by pair; None if a figure is zero.
+    """Returns the ratio of `ours` to `theirs`, pair by pair; None without pairs, or if a figure is zero.
 
     The interval is a percentile bootstrap (Efron, 1979) over pairs, with a fixed seed: equal figures give equal
     intervals. Raises ValueError for unequal lengths.

@@ -80,7 +80,8 @@ def print_goals(console: Console, found: Found) -> None:
 def versus(place: Place, ours: Sequence[Finished], theirs: Sequence[Finished]) -> Ratio | None:
     """Returns the ratio of the figure that decides.
 
-    A ratio above 1 is better for `ours`, also if a smaller figure is better.
+    A ratio above 1 is better for `ours`, also if a smaller figure is better. None if no seed has both
+    figures, or if a figure is 0.
     """
     metric = place.scenario.decides
     by_seed = {one.run.point.seed: metric.of(one.run) for one in theirs}

@@ -111,7 +111,10 @@ def _lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
 
 
 def _checked(line: bytes) -> tuple[BatchRequest, str | None]:
-    """Returns the request of a line, and its model. Raises ValueError with the problem of the line."""
+    """Returns the request of a line, and its model, None if it names none.
+
+    Raises ValueError with the problem of the line.
+    """
     if len(line) > LINE_BYTES_MAX:
         raise ValueError(f"is longer than {LINE_BYTES_MAX >> 20} MB")
     try:

@@ -24,7 +24,10 @@ JAIN: Figure = lambda run: run.fairness.jain_least  # noqa: E731
 
 
 def victims_ttft_p99(run: RunResult, noisy: str) -> float | None:
-    """Returns the TTFT p99 of the median tenant, without `noisy` and without tenants that have few requests."""
+    """Returns the TTFT p99 of the median tenant in seconds, without `noisy` and tenants that have few requests.
+
+    None if no tenant is left.
+    """
     figures = [
         group.ttft_s.p99
         for name, group in run.by_tenant.items()

@@ -24,7 +24,7 @@ def optimum(found: Found) -> float | None:
 
     This is the number of completions of a busy fleet, divided by all requests that ended. All requests cost the same
     and have one objective, so that the best shares of all tenants are equal. The most completions per second under any
-    policy count as the capacity of the fleet.
+    policy count as the capacity of the fleet. None if no request ended.
     """
     runs = [run for some in found.runs.values() for run in some]
     done = max((run.loaded.output_tokens_per_s / OUTPUT_TOKENS for run in runs), default=0.0)

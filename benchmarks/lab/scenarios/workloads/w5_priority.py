@@ -25,7 +25,7 @@ critical_ttft_p99 = in_band("critical", lambda group: group.ttft_s.p99)
 
 
 def tokens_per_s(run: RunResult) -> float | None:
-    """Returns the output tokens per second of all bands during the traffic."""
+    """Returns the output tokens per second of all bands during the traffic; None if there were none."""
     return run.loaded.output_tokens_per_s or None
 
 
@@ -37,7 +37,8 @@ def of_band_per_s(run: RunResult, band: str) -> float:
 def left_over(run: RunResult, of: RunResult) -> float | None:
     """Returns the rate of the band `default` in `run`, divided by the rate that it could have.
 
-    It could have its demand, or the rate that the critical band leaves of the run `of` if that is smaller.
+    It could have its demand, or the rate that the critical band leaves of the run `of` if that is smaller. None if it
+    could have none.
     """
     span_s = run.loaded.duration_s
     if not span_s or "default" not in run.by_band:

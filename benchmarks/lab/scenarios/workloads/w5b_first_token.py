@@ -18,12 +18,12 @@ WANTED, WANTED_WHILE_LEARNING = 1.6, 3.0
 
 
 def ttft_p50(group: GroupResult) -> float | None:
-    """Returns the median time to the first token of a group of requests."""
+    """Returns the median time to the first token of a group of requests in seconds; None without a token."""
     return group.ttft_s.p50
 
 
 def ttft_p95(group: GroupResult) -> float | None:
-    """Returns the p95 of the time to the first token of a group of requests."""
+    """Returns the p95 of the time to the first token of a group of requests in seconds; None without a token."""
     return group.ttft_s.p95
 
 

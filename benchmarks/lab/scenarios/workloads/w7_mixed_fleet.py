@@ -11,7 +11,7 @@ BLIND = "cost(without=objectives)"
 
 
 def tight_goodput(run: RunResult) -> float | None:
-    """Returns the goodput of the requests with the narrow objective."""
+    """Returns the goodput of the requests with the narrow objective; None if there were none."""
     return run.by_tenant["tight"].goodput if "tight" in run.by_tenant else None
 
 

@@ -60,7 +60,7 @@ def lost(run: RunResult) -> float:
 
 
 def attempts(run: RunResult) -> float | None:
-    """Returns the mean number of attempts of a request."""
+    """Returns the mean number of attempts of a request; None without requests."""
     return run.attempts / run.offered if run.offered else None
 
 
