@@ -33,8 +33,7 @@ from llmproxy.config.value_types import hash_of
 
 POLICY = "power_of_two"
 BATCH = 8
-OBJECTIVE_S = 1.0
-"""The laboratory's objective for short prompts."""
+OBJECTIVE_S = 1.0  # The objective for the first token of short prompts in the laboratory.
 TENANTS = {"chat": ("critical", Work(tokens=range(64, 193), words=100)), "batch": ("sheddable", Work(words=600))}
 VARIES = re.compile(rb'(?im)^(?:date|x-request-id): .*$|"(?:id|created)":(?:"[^"]*"|\d+)|chatcmpl-\w+|cmpl-\w+')
 BORDERS = re.compile(rb"(?:^|\r\n)[0-9a-f]+\r\n(?=data: |\{|\r\n)|\r\n(?=data: |0\r\n)")

@@ -284,7 +284,7 @@ async def main() -> int:
         except (UnfitError, aiohttp.ClientError, TimeoutError) as error:
             print(f"no comparison: {error or 'a replica hangs'}", file=sys.stderr)
             return 2
-    # The models run last, because their CPU time would delay the pauses of the replicas.
+    # The simulated engines run last, because their CPU time would lengthen the pauses between requests to the replicas.
     rows = [
         (url, part.name, row)
         for url, settings, parts in asked

@@ -25,11 +25,11 @@ class Deadlines:
     """
 
     def __init__(self) -> None:
-        # Number of a sweep -> the attempts that it looks at. The sweep is at this number times `SWEEP_S`.
+        # Number of a sweep -> the attempts that it checks. The sweep is at this number times `SWEEP_S`.
         self._groups: dict[int, dict[Timed, None]] = {}
         self._swept = 0
         self._next: asyncio.TimerHandle | None = None
-        # Thousands may end in one sweep.
+        # Ends the attempts in slices, because thousands of them may be late in one sweep.
         self._ending = PacedCalls()
 
     def add(self, timer: Timed, check_s: float) -> None:

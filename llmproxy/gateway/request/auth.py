@@ -35,7 +35,7 @@ class Tenant:
     tpot_s: float | None = None
     # The secret that separates the tenant's prefixes in the caches of engines; None if the prefixes are shared.
     salt: bytes | None = field(default=None, repr=False)
-    # The name of the client's key in logs and metrics, never the key itself.
+    # The name of the client's key in logs and metrics, never the key itself. None for a client without a key.
     key: str | None = field(default=None, compare=False)
     # When the key expires; None if it never expires.
     expires: datetime | None = field(default=None, compare=False)

@@ -33,8 +33,8 @@ from llmproxy.gateway.http.routes import BodyKind
 # take 1.6 times as long to hash.
 BLOCK_BYTES = 512
 ID_BYTES = array("I").itemsize  # Bytes of one token id in the canonical bytes.
-# The maximum length of a chain: half a million tokens, more than engines take. The rest of a longer prompt has no
-# hashes and counts as not cached.
+# The maximum number of blocks in a chain: half a million tokens, more than engines take. The rest of a longer prompt
+# has no hashes and counts as not cached.
 BLOCKS_MAX = 4096
 
 # The members of a body that make up the prompt, in the order of the canonical bytes.

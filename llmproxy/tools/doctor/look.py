@@ -118,7 +118,10 @@ async def look_at(backends: Collection[BackendConfig], api_key: str | None = Non
 
 
 async def look_at_unnamed(backends: Collection[BackendConfig], api_key: str | None) -> list[Replica]:
-    """Asks servers that nobody named as engines. The key goes only to servers that want one, in a second look."""
+    """Examines servers that may be no engines, because nobody named them as backends.
+
+    All are asked without a key first. Only the servers that demand a key are asked again, with `api_key`.
+    """
     replicas = await look_at(backends)
     closed = [replica.backend for replica in replicas if replica.status in NO_KEY]
     again = {replica.backend.url: replica for replica in (await look_at(closed, api_key) if api_key else ())}
