@@ -1,6 +1,6 @@
 """Plays every misbehaviour and writes the observations to the tables of docs/reference/faults.md.
 
-Run `python -m tests.faults.table`; it takes about a minute. With `--print` the page goes to standard output.
+Run `python -m tests.faults.table`; it takes about nine minutes. With `--print` the page goes to standard output.
 """
 
 from __future__ import annotations
