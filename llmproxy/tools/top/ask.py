@@ -109,7 +109,7 @@ class Asker:
         if status == 404 and not message.startswith("There is nothing at"):
             return AskError(message)
         if status == 401 and path == USAGE:
-            return AskError(f"{target} wants the key of a tenant: --api-key, or OPENAI_API_KEY")
+            return AskError(f"{target} refuses this key: it wants the key of a tenant (--api-key, or OPENAI_API_KEY)")
         if status in (401, 403, 404):
             if target.key:
                 return AskError(f"{target} refuses this admin key, or has no {path} on this port (admin_port)")

@@ -105,6 +105,15 @@ async def test_numbered_text_shows_every_lost_and_doubled_token(client: aiohttp.
 
 
 @pytest.mark.parametrize("way", WAYS)
+async def test_words_go_on_at_another_replica_too(way: str) -> None:
+    async with Replica(FAST) as first, aiohttp.ClientSession(first.url) as client:
+        answer = await begun(client, way)
+        for cut in range(1, LENGTH):
+            rest, _ = await answered(client, *answer.rest(way, cut))
+            assert "".join(answer.texts[:cut]) + rest == answer.text
+
+
+@pytest.mark.parametrize("way", WAYS)
 async def test_another_replica_goes_on_at_the_right_token(client: aiohttp.ClientSession, way: str) -> None:
     answer = await begun(client, way)
     async with Replica(NUMBERED) as second, aiohttp.ClientSession(second.url) as other:

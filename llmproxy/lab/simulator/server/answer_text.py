@@ -6,7 +6,17 @@ from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from llmproxy.lab.simulator.server import numbered
-from llmproxy.lab.simulator.server.text import WRONG_WORD, bytes_of, packed, seed_of, text_of, tokens_of, words
+from llmproxy.lab.simulator.server.text import (
+    TOKEN_BYTES,
+    WRONG_WORD,
+    bytes_of,
+    packed,
+    seed_of,
+    text_of,
+    tokens_of,
+    words,
+    words_at_end,
+)
 
 Join = Literal["same", "split", "repeat"]
 EOS = 0  # The last token of a numbered answer that ends by itself. It has no text.
@@ -26,20 +36,37 @@ class AnswerText(Protocol):
 
 
 class Words(AnswerText):
-    """An answer of pseudo-words, which follow from the seed."""
+    """An answer of pseudo-words, which follow from the prompt; if the prompt ends with the beginning of this answer,
+    only its rest.
+    """
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
+    def __init__(self, prompt: Sequence[int], model: str, choice: int) -> None:
+        self.seed = seed_of(prompt, model, choice)
+        if not words_at_end(bytes_of(prompt[-2:])):
+            return
+        data = bytes_of(prompt)
+        count = words_at_end(data)
+        begun = data[len(data) - TOKEN_BYTES * count :].decode()
+        # Token ids end with the ids of the words. Text behind a text without a whole number of tokens has other tokens.
+        asked = prompt[: len(prompt) - count]
+        if bytes_of(asked) + begun.encode() != data:
+            asked = tokens_of(text_of(prompt)[: -len(begun)])
+        seed = seed_of(asked, model, choice)
+        if words(seed, 0, count) == begun:
+            self.seed, self.done = seed, count
 
     def tokens(self, first: int, end: int) -> tuple[int, ...]:
         return tokens_of(self.text(first, end))
 
     def text(self, first: int, end: int) -> str:
-        return words(self.seed, first, end)
+        return words(self.seed, self.done + first, self.done + end)
 
 
 class Wrong(Words):
     """An answer that was computed from KV of another prompt."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
 
     def text(self, first: int, end: int) -> str:
         return WRONG_WORD * (end - first)

@@ -23,7 +23,6 @@ from llmproxy.lab.simulator.server.metrics import ReplicaMetrics, unix_now_s
 from llmproxy.lab.simulator.server.nixl import NixlConnector
 from llmproxy.lab.simulator.server.pacer import GenerationJob, Pacer
 from llmproxy.lab.simulator.server.requests import ApiError, Body, GenerationRequest, Limits, items, resolve
-from llmproxy.lab.simulator.server.text import seed_of
 
 BLOCK_SIZE = 16
 _DEFAULT_MODEL_LEN = 32_768
@@ -270,7 +269,7 @@ class Service:
     def _answer(self, generation: GenerationRequest, prompt: tuple[int, ...], choice: int) -> AnswerText:
         if self.options.text == "numbered":
             return Numbered(prompt, generation.model, choice, generation.join)
-        return Words(seed_of(prompt, generation.model, choice))
+        return Words(prompt, generation.model, choice)
 
     @staticmethod
     def _stopped(generation: GenerationRequest, answer: AnswerText, output_tokens: int) -> Stopped:

@@ -18,6 +18,9 @@ TOKEN_BYTES = 4
 WRONG_WORD = " BAD"  # Every token of an answer that was computed from KV of another prompt.
 _CONSONANTS = "bcdfghjklmnprstvwxyz"
 _VOWELS = "aeiou"
+_WORDS = frozenset(
+    f" {first}{vowel}{last}".encode() for first in _CONSONANTS for vowel in _VOWELS for last in _CONSONANTS
+)
 
 
 def tokens_of(text: str) -> tuple[int, ...]:
@@ -55,6 +58,14 @@ def text_of(tokens: Iterable[int]) -> str:
 def seed_of(tokens: Sequence[int], name: str, index: int) -> int:
     """Returns the seed of an answer, from the prompt's tokens, the model name and the index of the choice."""
     return zlib.crc32(f"{name}\0{index}\0{hash(tuple(tokens))}".encode())
+
+
+def words_at_end(data: bytes) -> int:
+    """Returns how many pseudo-words `data` ends with."""
+    count = 0
+    while data[-4 * (count + 1) : len(data) - 4 * count] in _WORDS:
+        count += 1
+    return count
 
 
 def word(seed: int, position: int) -> str:
