@@ -8,7 +8,10 @@ from llmproxy.core.domain import Usage, Verdict
 
 
 class LeaseEvent(Struct, frozen=True, array_like=True):
-    """An event of the lease with this number. The tag of a subclass is its number on the wire."""
+    """An event of the lease with this number.
+
+    The tag of a subclass is its number on the wire, where it must also differ from the tags in `remote/messages.py`.
+    """
 
     lease: int
 
@@ -24,7 +27,9 @@ class Started(LeaseEvent, frozen=True, tag=6):
 
 
 class Committed(LeaseEvent, frozen=True, tag=7):
-    """The first byte was sent to the client, token or not. The request stays on this backend from now on."""
+    """The first byte was sent to the client, token or not. From now on, another backend can only generate
+    the rest of the answer.
+    """
 
 
 class Returned(LeaseEvent, frozen=True, tag=9):

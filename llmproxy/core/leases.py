@@ -45,7 +45,7 @@ class LeaseObserver:
         """Called when the first token of the answer arrived."""
 
     def committed(self, lease: LeaseRecord, event: Committed, now: float) -> None:
-        """Called when the first byte was sent to the client, so the request cannot move to another backend."""
+        """Called when the first byte was sent to the client, so another backend can only generate the rest."""
 
     def progress(self, lease: LeaseRecord, event: Progress, now: float) -> None:
         """Called when more tokens of the answer arrived."""

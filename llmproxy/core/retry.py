@@ -111,7 +111,8 @@ def cause_of(status: int, *, own_key: bool = True) -> Cause:
 class RetryBudget:
     """Limits retries to a share of requests, so that retries do not overload a failing fleet.
 
-    A retry is free if the failed attempt left no work in an engine: no byte was sent, or the process is gone or hangs.
+    A retry is free if the failed attempt left no work in an engine: no byte was sent, or the process shuts down or
+    hangs.
     The rest of a stream is never free, because its prompt is extra work for the other backends.
     """
 

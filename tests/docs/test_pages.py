@@ -46,6 +46,17 @@ def test_files_named_by_the_architecture_page_exist() -> None:
     assert [name for name in named if not any((folder / name).exists() for folder in folders)] == []
 
 
+def test_functions_named_by_the_architecture_page_exist() -> None:
+    text = (ROOT / "docs" / "concepts" / "architecture.md").read_text()
+    calls = text.split("## The calls of a request")[1].split("```")[1]
+    named = re.findall(r"(?:\w+/)*(\w+)\.([a-z_]+)\b", calls)
+    assert len(named) > 15
+    sources = {path.stem: "" for path in (ROOT / "llmproxy").rglob("*.py")}
+    for path in (ROOT / "llmproxy").rglob("*.py"):
+        sources[path.stem] += path.read_text()
+    assert [one for one in named if f"def {one[1]}(" not in sources.get(one[0], "")] == []
+
+
 CURRENT = [page for page in pages() if page.name != "CHANGELOG.md"]
 """The pages that describe this version; a changelog names files as they were."""
 

@@ -1,4 +1,4 @@
-"""Captures answers and adds them to the index of cached prefixes.
+"""Captures answers, for the index of cached prefixes and for the rest of a stream that breaks.
 
 The next request of a conversation repeats the answer. After an answer, the prefix cache of the backend contains the
 blocks of the prompt and of the answer. This module reads the answer, so that the index knows these blocks before the

@@ -23,7 +23,7 @@ from llmproxy.gateway.http.errors import INTERNAL_MESSAGE, Failure
 from llmproxy.gateway.http.routes import Dialect
 from llmproxy.gateway.proxying.answers import Answers
 from llmproxy.gateway.proxying.calls import UsageQuestions, call_for, learn_usage
-from llmproxy.gateway.proxying.continued.serving import ask_rest, may_continue
+from llmproxy.gateway.proxying.continued.serving import may_continue, prepare_rest
 from llmproxy.gateway.proxying.failures import deliver_failure, fail
 from llmproxy.gateway.proxying.relay import end_broken
 from llmproxy.gateway.proxying.request_context import RequestContext, make_request
@@ -285,7 +285,7 @@ class RequestHandler:
                 self._dispatcher,
                 self.budget,
                 config.retry.extra_attempts,
-                lambda attempt: ask_rest(context, request, attempt, self._estimator),
+                lambda attempt: prepare_rest(context, request, attempt, self._estimator),
             )
         except Refused as refused:
             if context.previous is not None and refused.outcome is Outcome.BAD_REQUEST:

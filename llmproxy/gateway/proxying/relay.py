@@ -118,7 +118,7 @@ class Relay:
                 await client.abort()
                 raise ConnectionAbortedError("it stopped reading") from None
             if not await self._was_complete(attempt, client):
-                self._timed_out(attempt, call, lease)
+                self._ended_early(attempt, call, lease)
         finally:
             if call.stage is not Stage.WHOLE:
                 decide_stage_retry(attempt, call.stage)
@@ -319,7 +319,7 @@ class Relay:
         attempt.enter(AttemptState.DONE)
         return True
 
-    def _timed_out(self, attempt: Attempt, call: Call, lease: Lease) -> None:
+    def _ended_early(self, attempt: Attempt, call: Call, lease: Lease) -> None:
         lost = Outcome.BROKEN_STREAM if attempt.committed else Outcome.CONNECT_FAILED
         if lease.revoked:
             message = "The backend is gone: it refuses connections, and its open streams get no more data."

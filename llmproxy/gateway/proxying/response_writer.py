@@ -121,7 +121,7 @@ class ResponseWriter:
         return self.response is None
 
     def commit(self, status: int, reason: str, headers: Headers) -> None:
-        """Begins the answer: from now on, no other attempt can be made.
+        """Begins the answer. From now on, another attempt can only send the rest of it.
 
         The head is sent together with the first bytes of the body. If comments were sent before, the client already has
         the head of an event stream with status 200, and the answer must be such a stream.

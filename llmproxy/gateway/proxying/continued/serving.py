@@ -1,4 +1,4 @@
-"""Requests the rest of a broken stream from another backend."""
+"""Prepares the request for the rest of a broken stream."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ class _EndMissing(NotContinued):
     """The client has received the whole answer except the end mark."""
 
 
-async def ask_rest(context: RequestContext, request: Request, attempt: Attempt, estimator: Estimator) -> Request | None:
+async def prepare_rest(
+    context: RequestContext, request: Request, attempt: Attempt, estimator: Estimator
+) -> Request | None:
     """Returns the request for the rest of the stream that broke in `attempt`, None if no backend is asked.
 
     If only the end mark is missing, this writes it and returns None. If the rule forbids to continue, the reason is in
