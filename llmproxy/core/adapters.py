@@ -101,7 +101,11 @@ class _Record:
 
 
 class Adapters:
-    """The records of all adapters. At most one change per adapter is in progress."""
+    """The adapters that operators changed through the proxy, and the change that each backend should have.
+
+    Adapters of `--lora-modules`, or loaded past the proxy, are not here. Callers begin no change of an adapter while
+    `is_changing` is true.
+    """
 
     def __init__(self, pools: Pools) -> None:
         self._pools = pools
@@ -119,10 +123,16 @@ class Adapters:
     def load(
         self, name: str, path: str, fields: Mapping[str, Any], model: str | None, replicas: int | None, in_place: bool
     ) -> AdapterPlan:
-        """Begins to load an adapter on `replicas` backends of the pool of `model`; None means all backends.
+        """Begins to load an adapter on `replicas` backends of the pool of `model`.
 
-        Backends that have the adapter are chosen first, and get the request too, so that all have the same weights.
-        Then come the backends with the fewest adapters. Raises Refused.
+        Backends that have the adapter, or should have it, come first. Then come backends that are up, and then those
+        with the fewest adapters. Every backend that should already have the adapter gets the load request too, even
+        beyond `replicas`, so that all have the same weights. Raises Refused for an unsuitable name, path or number, or
+        if no backend serves the pool.
+
+        Args:
+            model: None: the pool of the adapter, or the only pool.
+            replicas: None: all backends of the pool.
         """
         pool = self._pool_for(name, model)
         self._check_name(name, pool)

@@ -38,7 +38,7 @@ class Feed(NamedTuple):
 
 
 class Field(NamedTuple):
-    """A field of the exit record. The field is left out if its value is None."""
+    """A field of `RequestExit`, and its names in the log line and in the decision log, which omit it if it is None."""
 
     source: str  # Path of the attribute in `RequestExit`.
     shape: Shape

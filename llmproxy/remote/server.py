@@ -185,7 +185,11 @@ class LeaseServer:
             lease.on_cut()
 
     def _take_back(self, call: int, returned: LeaseEvent | None = None) -> None:
-        """Returns a lease in the next iteration of the event loop. `returned` is None if the client left."""
+        """Gives back the lease of a call in the next iteration of the event loop.
+
+        `returned` is the event of the holder. None means that the client has left, the link was lost before the
+        acknowledgement, the call was cancelled, or the grant failed. The verdict is then CLIENT_GONE.
+        """
         lease = self._lent.pop(call).lease
         # Breaks the reference cycle of lease and callback, which only the garbage collector could free.
         lease.on_cut = None

@@ -1,4 +1,4 @@
-"""Requests that the proxy itself sends to a backend."""
+"""JSON requests that the proxy itself posts to a backend, such as changes of adapters. `backends/poller.py` polls."""
 
 from __future__ import annotations
 

@@ -133,7 +133,11 @@ class BatchLimit:
         return (self._plateau, True) if self._plateau is not None and self._proven else (self.value, False)
 
     def cap(self, fixed: int | None) -> None:
-        """Changes the configured limit. Learned values below the new limit are kept."""
+        """Changes the configured limit; None removes it. A plateau that does not exceed the new limit stays in force.
+
+        Without a plateau, the limit becomes `fixed`. After a removal, it becomes the larger of the start value and the
+        most sequences that ran at once.
+        """
         if fixed == self._cap:
             return
         self._cap = fixed

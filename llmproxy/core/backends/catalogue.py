@@ -198,7 +198,11 @@ class Catalogue:
         raise Refused(Outcome.UNKNOWN_MODEL, f"{what}. Known models: {self._known_names()}.")
 
     def awaits(self, name: str | None) -> bool:
-        """Returns whether a name, resolved by `resolve_alias`, may become known when more backends are read."""
+        """Returns whether `name`, a result of `resolve_alias`, may become known later.
+
+        True if a backend has not listed its models yet, or if the adapter is promised. None, for a request
+        without a model, awaits the first pool.
+        """
         if name is None:
             return not self.pools and not self.complete
         if name in self.served or self._only_external(name):

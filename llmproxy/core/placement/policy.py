@@ -121,7 +121,10 @@ presets = Presets()
 
 
 class FilteredPlacement(Placement):
-    """Applies the filters that every placement shares. `pick` then chooses among the remaining backends."""
+    """Keeps the backends that serve the model, are not excluded, and have enough context and a slot under the ceiling.
+
+    `pick` chooses one of them.
+    """
 
     def __init__(self, pick: Pick) -> None:
         self._pick = pick

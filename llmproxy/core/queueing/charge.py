@@ -23,7 +23,7 @@ class Charge(ABC):
 
     @abstractmethod
     def estimate(self, request: Request) -> float:
-        """Returns the expected cost of an attempt, which its flow is charged at the grant."""
+        """Returns the expected cost of an attempt. The flow of the request is charged this amount at the grant."""
 
     @abstractmethod
     def so_far(self, request: Request, output_tokens: int) -> float:

@@ -67,7 +67,10 @@ class Deadlines:
         self._entered.append(queued)
 
     def next(self, now: float) -> float | None:
-        """Returns when the next request is due on the running clock; None without requests."""
+        """Returns the time, on the clock of `now`, of the next deadline if the running clock goes on until then.
+
+        Returns None without requests.
+        """
         self._sort()
         entry = self._heaps[self._running].least()
         return None if entry is None else now + entry[0] - self._read(self._running, now)

@@ -126,8 +126,8 @@ class Failure(Exception):  # noqa: N818 - an answer to a client, which need not 
 def nothing_at(path: str) -> Failure:
     """Returns the failure for a path that does not exist, or that this client may not see.
 
-    Some SDKs add /v1 to their base URL, others expect it there. If the path exists with one /v1 more or less, the
-    message names that path.
+    Some SDKs add /v1 to their base URL, others expect it there. If a scheduled route or /v1/models has this
+    path with one /v1 more or less, the message names it.
     """
     message = f"There is nothing at {path[:200]}."
     for similar in (f"/v1{path}", path.removeprefix("/v1")):

@@ -25,9 +25,9 @@ class Answer:
 
 
 class Call(Timed, eq=False):
-    """A request to a backend: the bytes to send, the time limits, how to treat the answer, and the bytes that are kept.
+    """A request to a backend: the bytes to send, the time limits, how to treat the answer, and the answer's kept parts.
 
-    The fields before `answer` never change.
+    Of the fields of this class, those before `answer` never change.
     """
 
     method: str

@@ -47,7 +47,10 @@ class UsageQuestions:
         return backend.ask_usage and now >= self._refused_until_s.get(backend.url, 0.0)
 
     def record_refusal(self, backend: BackendConfig, now: float) -> None:
-        """Notes that `backend` refused a request because of the usage option, so that it is not asked for REFUSED_S."""
+        """Notes that `backend` refused a request because of its `stream_options`.
+
+        For the next REFUSED_S seconds, `should_ask` is False for this backend.
+        """
         if len(self._refused_until_s) >= BACKENDS_MAX:
             self._refused_until_s.clear()
         self._refused_until_s[backend.url] = now + REFUSED_S

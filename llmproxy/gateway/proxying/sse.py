@@ -1,7 +1,8 @@
 """Reads a stream of server-sent events while it is relayed: tokens, usage, errors, and the end of the stream.
 
 Every chunk of every stream passes through `StreamTap.feed`, so an ordinary token event costs a few searches in C and no
-parsing. The bytes stay unchanged, except that the usage event is removed if only the proxy asked for it.
+parsing. The bytes stay unchanged, except that the usage event is removed if only the proxy asked for it. With
+`holds`, an error event and everything after it are held back.
 """
 
 from __future__ import annotations

@@ -260,7 +260,7 @@ def _model_objective(config: Config, model: ModelConfig) -> _Objective:
 
 
 def _milliseconds(headers: Mapping[str, str], names: Sequence[str]) -> float | None:
-    """Returns the value in seconds of the first of these headers that is present; None if all are absent.
+    """Returns the value, in seconds, of the first of these headers with a value; None if all are absent or empty.
 
     Raises Failure (400) if the value is not a positive number of milliseconds.
     """

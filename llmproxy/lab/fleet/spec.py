@@ -97,7 +97,7 @@ class ProxyCluster:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedFleet:
-    """Replicas, their faults, and the proxies in front of them."""
+    """Replicas, their faults, their autoscaler and KV transfer times, and the proxies in front of them."""
 
     name: str
     # Replicas with distinct names. All replicas serve, unless the fleet has an autoscaler.

@@ -181,21 +181,23 @@ class RunResult(_Model):
     """A run: one policy at one load with one seed. Requests that arrived during the warm-up are in no figure.
 
     * `offered` = `completed` + `refused` + `failed`. Refused requests left before they got a backend.
-    * `goodput`: the share of offered requests that were completed within both objectives.
+    * `goodput`: the share of offered requests that were completed within both objectives, where set; null without
+      requests.
     * `ttft_s`: from the arrival to the first token. `tpot_s`: mean time per later token. `queue_wait_s`: time in the
       proxy's queue. `e2e_s`: from the arrival to the end.
     * `hit_tokens_ratio`: the cached share of the prompt tokens of completed requests.
     * `adapter_hit_ratio`: the share of requests whose adapter was in a slot at their admission, in the whole run.
     * `prefill_imbalance`: the most prompt tokens that a replica computed, divided by the mean of all replicas.
-    * `duration_s`: virtual time from the start of the trace to the last end.
+    * `duration_s`: the length of the trace, or the virtual time of the last end if that is later.
     * `service_difference_tokens`: the largest difference of weighted service (1 per prompt token, 2 per output token)
       between two tenants while both were backlogged; null if no two were. A tenant is backlogged while one of its
-      requests waits in the proxy or, under policies that bind at once, has no first token.
+      requests waits in the proxy or, under policies that choose the replica on arrival, has no first token.
     * `split`: requests whose last attempt had prefill and decode on different replicas.
-    * `prefill_share`: the share of replicas that prompts need, by the work that the proxy saw.
+    * `prefill_share`: the part of the work, 0 to 1, that is prompts, as the first proxy learned it; null if it learned
+      none.
     * `preemptions`: leases revoked for a request of a higher band. `inversions`: grants that a waiting request of a
       higher band could have used.
-    * `ejections`: how often a replica was ejected. `noticed`: how soon each fault was detected.
+    * `ejections`: how often a replica was ejected. `noticed`: the seconds until each fault was detected.
     * `replicas`: the scaling of the fleet; null without an autoscaler.
     * `by_tenant`: the largest tenants by tokens, and all others together as "(other)".
     """

@@ -21,10 +21,10 @@ BOM = b"\xef\xbb\xbf"  # A byte order mark, which some spreadsheets write before
 
 
 def open_trace(path: Path) -> Trace:
-    """Returns the trace in a file, gzipped or not. The first line shows its format.
+    """Returns the trace in a file, gzipped or not. The first nonempty line shows its format.
 
-    `Trace.arrivals` reads the file at each call, with one line in memory. A decision log is not in the order of
-    arrival, so all requests that ended during the longest request are in memory.
+    Each call of `Trace.arrivals` reads the file again, line by line. A decision log is in the order of the ends, so it
+    is read twice, and the requests that arrived within the longest duration of a request are in memory.
 
     Raises TraceError for a file that cannot be read, is empty, or has an unknown format. `Trace.arrivals` raises
     TraceError as `FILE:LINE: reason` for an invalid line.

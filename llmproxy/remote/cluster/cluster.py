@@ -337,7 +337,7 @@ class Cluster:
             self._connection, self._leader_lost_s = None, self._loop.time()
 
     def lost(self, connection: LeaderConnection, why: str) -> None:
-        """Looks for a new leader: the connection ended, or the leader has stopped leading."""
+        """Handles the end of a connection to a leader. If this member follows that leader, it looks for a new one."""
         connection.set_refusal(why)
         if self._connection is connection:
             _log.warning("cluster_leader_lost", leader=connection.leadership.holder, epoch=self.epoch, why=why)

@@ -113,7 +113,10 @@ class TcpNetwork:
 
 
 class PeerTls:
-    """Mutual TLS: both sides show a certificate of the cluster's authority with a shared name. Raises ConfigError."""
+    """Mutual TLS: both sides show a certificate that the authority `ca` signed, and that has the DNS name `name`.
+
+    The constructor raises ConfigError if a file cannot be used.
+    """
 
     def __init__(self, config: ClusterTlsConfig) -> None:
         assert config.cert is not None
