@@ -173,7 +173,7 @@ class SchedulingConfig(Section):
     """Fields that name the session of a request: header:NAME, cookie:NAME or body:NAME. The first field in a
     request counts."""
     fairness_cost: Annotated[str, named_in(charges.names, kv_seconds="tokens"), idle.FAIRNESS_COST] = "tokens"
-    """Cost that fair_share divides fairly among flows: the tokens of each request, or 1 for each request."""
+    """Cost that fair_share divides fairly among flows: tokens, or requests (each request costs 1)."""
     ceilings: dict[str, Fraction] = Field(default={"critical": 1.0, "default": 0.95, "sheddable": 0.85})
     """Part of a backend's batch limit (above 0, at most 1) that a band may fill. A band without an entry has the part
     of the next lower band; the band idle and lower bands have 0.01."""

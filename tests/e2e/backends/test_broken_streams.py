@@ -225,11 +225,14 @@ async def test_a_backend_that_goes_when_all_of_its_answer_came(monkeypatch: pyte
     answer = STREAM_HEAD + chunk(EVENT + b"data: [DONE]\n\n") + STREAM_END if stream else whole(b"{}")
     slow, caught_up = asyncio.Event(), asyncio.Event()
 
-    async def slowly(_: ResponseWriter) -> None:
+    end = ResponseWriter.end
+
+    async def slowly(writer: ResponseWriter, *, whole: bool = True) -> None:
+        await end(writer, whole=whole)
         slow.set()
         await caught_up.wait()
 
-    monkeypatch.setattr(ResponseWriter, "drained", slowly)
+    monkeypatch.setattr(ResponseWriter, "end", slowly)
     async with serving_script(answering(answer)) as (proxy, backend):
         async with proxy.wire(raw_post(STREAM if stream else HELLO)) as (reader, writer):
             await slow.wait()
