@@ -14,7 +14,8 @@ from operator import attrgetter
 from typing import Any
 
 import orjson
-from msgspec import Struct
+from msgspec import DecodeError, Raw, Struct
+from msgspec.json import Decoder
 
 from llmproxy.gateway.http.routes import BodyKind
 from llmproxy.gateway.request.json_scan import (
@@ -33,6 +34,7 @@ from llmproxy.gateway.request.json_scan import (
 from llmproxy.gateway.request.multipart import scan_form
 from llmproxy.gateway.request.parsed_body import (
     ABSENT,
+    ARGUMENTS,
     FALSE,
     GUARDED,
     LIMITS,
@@ -44,6 +46,7 @@ from llmproxy.gateway.request.parsed_body import (
     ParsedBody,
     as_bool,
     guarded_members,
+    with_sampling_limit,
 )
 from llmproxy.gateway.request.prefix_hash import SALT, Chain, prompt_chain
 from llmproxy.gateway.request.prefix_hash_large import large_prompt_chain
@@ -51,6 +54,9 @@ from llmproxy.gateway.request.prefix_hash_large import large_prompt_chain
 # A body with more JSON values is scanned in slices. The parser makes an object for each value: parsing this many values
 # blocks the event loop for 2 ms (`benchmarks/parts/body_reader.py`), and 128 KiB of brackets for 15 ms.
 PARSE_VALUES_MAX = 16 * 1024
+# A body with more bytes of member names (`_name_bytes`) is scanned in slices. Each name costs some 20 µs of Python, and
+# some bodies are scanned four times. 1 KiB is about 150 names.
+NAME_BYTES_MAX = 1024
 TURN_S = 0.002
 """How long one body is scanned before the event loop runs other work.
 
@@ -113,11 +119,12 @@ class BodyReader:
     async def read(self, body: bytes, kind: BodyKind, content_type: str = "") -> ParsedBody:
         """Reads one request body. Raises BadBody.
 
-        A form needs the `content_type` of the request. The event loop is not blocked for more than about 10 ms.
+        A form needs the `content_type` of the request. The event loop is not blocked for more than about 10 ms, nor by
+        the methods of the result.
         """
         if kind is BodyKind.FORM:
             return await self.in_turns(read_form(body, content_type, self._session_members))
-        if not parses_at_once(body):
+        if not parses_at_once(body) or (len(body) > NAME_BYTES_MAX and _name_bytes(body) > NAME_BYTES_MAX):
             return await self.in_turns(read_large(body, kind, self._prefixes, self._session_members))
         if not self._prefixes:
             return read_small(body, kind, self._session_members)
@@ -163,6 +170,25 @@ def read_small(body: bytes, kind: BodyKind, session_members: Sequence[str] = ())
     return _of_fields(_parsed(body), body, kind, session_members)
 
 
+_values = Decoder(dict[str, Raw]).decode  # Finds the values of the top-level members without parsing them.
+
+
+def _name_bytes(body: bytes) -> int:
+    """Returns how many bytes are outside the values of distinct members, or in arguments for the engine.
+
+    Repeated members are outside too. Raises BadBody for a body that is no JSON object.
+    """
+    try:
+        values = _values(body)
+    except (DecodeError, RecursionError):
+        _parsed(body)
+        return len(body)  # Only this decoder cannot read the body.
+    size_bytes = len(body) - sum(map(len, values.values()))
+    for name in ARGUMENTS.keys() & values:
+        size_bytes += len(values[name])
+    return size_bytes
+
+
 def _parsed(body: bytes) -> dict[str, Any]:
     try:
         fields = orjson.loads(body)
@@ -201,7 +227,7 @@ def read_large(
     options = (*_OPTIONS, *_INDIVISIBLE, *PROMPT_ALONE, *(RESPONSE_MEMBERS if kind is BodyKind.RESPONSES else ()))
     grammar = (*_GRAMMAR, "tool_choice")
     found = yield from scan_every(body, (*_TEXT, *options, SALT, *GUARDED, *PROMPT_ALONE, *grammar, *session_members))
-    members = dict(found)
+    members = yield from with_sampling_limit(body, dict(found))
     fields = {name: _option(body, name, members[name]) for name in options if name in members}
     sizes = [_scanned_size(members[name]) for name in _TEXT if name in members]
     chain = (yield from large_prompt_chain(body, members, kind)) if prefixes else None

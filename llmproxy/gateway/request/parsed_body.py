@@ -21,11 +21,12 @@ from llmproxy.gateway.request.prefix_hash import PREVIOUS, SALT, Chain
 KV_TRANSFER = "kv_transfer_params"
 TRANSFER = (KV_TRANSFER, "ec_transfer_params")
 """Members that clients must not send. They make an engine read or keep a KV cache for another engine, or crash."""
-# Member with arguments for the engine -> path from it to an inner object. TRANSFER members have an effect in both.
 _SAMPLING = "sampling_params"
-_ARGUMENTS = {"vllm_xargs": (), _SAMPLING: ("extra_args",)}
+_SAMPLING_LIMIT = f"{_SAMPLING}.max_tokens"
+# Member with arguments for the engine -> path from it to an inner object. TRANSFER members have an effect in both.
+ARGUMENTS = {"vllm_xargs": (), _SAMPLING: ("extra_args",)}
 PRIORITY = "priority"
-GUARDED = frozenset({*TRANSFER, *_ARGUMENTS, PRIORITY})
+GUARDED = frozenset({*TRANSFER, *ARGUMENTS, PRIORITY})
 """Members that change the work of an engine for other requests. The proxy replaces or refuses them."""
 # Members of a `/v1/responses` body: the id of the new response, and whether the engine stores the response.
 REQUEST_ID, STORE = "request_id", "store"
@@ -73,8 +74,8 @@ class ParsedBody(RequestFacts, frozen=True, kw_only=True):
     kind: BodyKind
     body: bytes
     stream_options: Any = ABSENT
-    # Top-level member name -> its value's position. None for a small body, which is scanned only when a change needs
-    # it.
+    # Top-level member name -> its value's position. None for a small body with few members, which is scanned only when
+    # a change needs it.
     members: Mapping[str, Member] | None = None
     # The hash chain of the prompt; None if no chain was computed.
     chain: Chain | None = None
@@ -123,15 +124,16 @@ class ParsedBody(RequestFacts, frozen=True, kw_only=True):
         The result has at most one member, the effective limit. For a body of kind OTHER it has all of them, because it
         is unknown which one is effective.
         """
-        names = LIMITS[self.kind]
-        members = drain(scan_members(self.body, (*names, _SAMPLING))) if self.members is None else self.members
-        texts = {name: self.body[one.start : one.end] for name, one in members.items() if name in (*names, _SAMPLING)}
-        given = [(name, texts[name]) for name in names if texts.get(name, b"null") != b"null"]
+        names, members = LIMITS[self.kind], self.members
+        if members is None:
+            found = drain(scan_members(self.body, (*names, _SAMPLING)))
+            members = drain(with_sampling_limit(self.body, found))
+        given = [(name, self.body[members[name].start : members[name].end]) for name in names if name in members]
+        given = [(name, value) for name, value in given if value != b"null"]
         if self.kind is not BodyKind.OTHER:
             return given[:1]
-        sampling = texts.get(_SAMPLING, b"")
-        inner = drain(scan_members(sampling, ("max_tokens",))) if sampling.startswith(b"{") else {}
-        return given + [(f"{_SAMPLING}.{name}", sampling[one.start : one.end]) for name, one in inner.items()]
+        inner = members.get(_SAMPLING_LIMIT)
+        return given if inner is None else [*given, (_SAMPLING_LIMIT, self.body[inner.start : inner.end])]
 
     def spliced(
         self,
@@ -243,14 +245,25 @@ def spliced(body: bytes, edits: list[Edit]) -> tuple[bytes | memoryview, ...]:
     return tuple(parts)
 
 
+def with_sampling_limit(body: bytes, members: dict[str, Member]) -> Slices[dict[str, Member]]:
+    """Adds the inner member `sampling_params.max_tokens` to the top-level `members`, and returns them."""
+    outer = members.get(_SAMPLING)
+    if outer is not None and outer.kind is Kind.OBJECT:
+        inner = yield from scan_members(body[outer.start : outer.end], ("max_tokens",))
+        for limit in inner.values():
+            limit.start, limit.end = outer.start + limit.start, outer.start + limit.end
+            members[_SAMPLING_LIMIT] = limit
+    return members
+
+
 def guarded_members(body: bytes, found: list[tuple[str, Member]]) -> Slices[tuple[tuple[str, Member], ...]]:
     """Returns the transfer parameters and priorities in `found`.
 
     Raises BadBody if the arguments for the engine in `found` contain transfer parameters.
     """
     for name, member in found:
-        if name in _ARGUMENTS:
-            yield from _check_arguments(body[member.start : member.end], name, *_ARGUMENTS[name])
+        if name in ARGUMENTS:
+            yield from _check_arguments(body[member.start : member.end], name, *ARGUMENTS[name])
     return tuple((name, member) for name, member in found if name in TRANSFER or name == PRIORITY)
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from llmproxy.core.domain import RequestFacts
 from llmproxy.gateway.http.routes import BodyKind
 from llmproxy.gateway.request import body_reader as body_reader_module
+from llmproxy.gateway.request import parsed_body as parsed_body_module
 from llmproxy.gateway.request.body_reader import (
     OPTION_BYTES_MAX,
     PARSE_VALUES_MAX,
@@ -21,9 +22,9 @@ from llmproxy.gateway.request.body_reader import (
     read_large,
     read_small,
 )
-from llmproxy.gateway.request.json_scan import MEDIA_BYTES, PARSE_BYTES_MAX, BadBody, drain
+from llmproxy.gateway.request.json_scan import MEDIA_BYTES, MEMBERS_MAX, PARSE_BYTES_MAX, BadBody, drain
 from llmproxy.gateway.request.parsed_body import ParsedBody
-from llmproxy.gateway.request.prefix_hash import BLOCK_BYTES, prompt_chain
+from llmproxy.gateway.request.prefix_hash import BLOCK_BYTES, SALT, prompt_chain
 
 CHAT, COMPLETION, OTHER = BodyKind.CHAT, BodyKind.COMPLETION, BodyKind.OTHER
 
@@ -241,12 +242,68 @@ def test_bodies_are_parsed_or_scanned_by_size() -> None:
 async def test_a_small_body_of_too_many_values_is_scanned(
     value: bytes, values: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    body = b'{"messages":["",' + b",".join([value] * (values // (1 + value.count(b"[") + value.count(b"{")))) + b"]}"
-    body += b" " * (PARSE_BYTES_MAX - len(body))
+    body = b'{"messages":["",' + b",".join([value] * (values // (1 + value.count(b"[") + value.count(b"{"))))
+    body += b"]}".rjust(PARSE_BYTES_MAX - len(body))
     if values > PARSE_VALUES_MAX:
         monkeypatch.delattr(body_reader_module, "read_small")
     parsed = await BodyReader().read(body, CHAT)
     assert (parsed.members is None) == (values < PARSE_VALUES_MAX)
+
+
+NAMES = 500
+MANY = b",".join(b'"k%d":0' % n for n in range(NAMES))
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        MANY + b',"priority":1',
+        b'"a":0,' * NAMES + b'"priority":1',
+        b'"vllm_xargs":{' + MANY + b"}",
+        b'"vllm_xargs":{' + MANY + b'},"vllm_xargs":null',
+        b'"sampling_params":{"extra_args":{' + MANY + b'},"max_tokens":5}',
+        b'"deep":' + b"[" * 1000 + b"]" * 1000 + b"," + MANY,
+    ],
+)
+@pytest.mark.parametrize("kind", [CHAT, OTHER])
+async def test_a_body_of_many_names_is_scanned_once_and_in_turns(
+    members: bytes, kind: BodyKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = b'{"model":"a","max_tokens":9,"stream":true,' + members + b"}"
+    expected = [read_small(body, kind).answer_limits(), read_small(body, kind).spliced(priority=3, salt="x")]
+    monkeypatch.setattr(body_reader_module, "TURN_S", 0.0)
+    read = asyncio.create_task(BodyReader().read(body, kind))
+    turns = 0
+    while not read.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns > NAMES
+    # From here on, any scan without a turn fails.
+    monkeypatch.delattr(parsed_body_module, "drain")
+    parsed = read.result()
+    assert [parsed.answer_limits(), parsed.spliced(priority=3, salt="x")] == expected
+    assert parsed.text(SALT) is None
+    assert parsed.spliced(model="b", want_usage=True, prompt_alone=True).parts
+
+
+async def test_a_long_body_of_few_names_is_parsed() -> None:
+    names = ("model", "temperature", "top_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_p")
+    messages = [{"role": "user", "content": f"{n}: a question, and more"} for n in range(400)]
+    body = json.dumps({"messages": messages, "tools": [{"name": "look"}] * 99, **dict.fromkeys(names)}, indent=1)
+    assert (await BodyReader().read(body.encode(), CHAT)).members is None
+
+
+async def test_too_many_members_are_refused_by_the_reader() -> None:
+    body = b'{"messages":[],"a":0' + b',"a":0' * MEMBERS_MAX + b"}"
+    with pytest.raises(BadBody, match=f"more than {MEMBERS_MAX} members"):
+        await BodyReader().read(body, CHAT)
+
+
+@pytest.mark.parametrize("end", [b"", b"]", b',"b":}', b',"b":"\\ud800"}'])
+async def test_a_broken_body_of_many_names_is_reported_by_the_parser(end: bytes) -> None:
+    body = b'{"messages":[],"a":' + b"1" * 9 + b"," + MANY + end
+    with pytest.raises(BadBody, match=r"is not valid JSON: .* \(line 1 column \d+\)"):
+        await BodyReader().read(body, CHAT)
 
 
 def test_the_loop_runs_while_large_bodies_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
