@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from typing import NoReturn
 
-import orjson
 from msgspec import structs
 
 from llmproxy.config import Config
@@ -24,6 +24,10 @@ COMPLETION_TOKENS = 16
 
 If `max_tokens` is null, the answer is limited only by the context length.
 """
+
+
+_INTEGER = re.compile(rb"-?\d{1,19}")
+"""A JSON integer of 64 bits. A large body may have any bytes in the place of a number."""
 
 
 class RequestLimits:
@@ -65,9 +69,9 @@ class RequestLimits:
         given = parsed.answer_limits()
         # The context that is left to each conversation of a batch is unknown.
         for name, value in given or ([("max_tokens", b"null")] if route.path == _BATCH else []):
-            asked = orjson.loads(value)
-            if type(asked) is not int:
+            if not _INTEGER.fullmatch(value):
                 _refuse(f"{name} should be an integer of at most {most:,}, the max_tokens_max of the {owner}.", name)
+            asked = int(value)
             if asked > most:
                 asks = f"{name} is {asked:,}, and a request of the {owner} may ask for {most:,} (max_tokens_max)"
                 _refuse(f"{asks}: ask for less.", name)

@@ -160,6 +160,15 @@ def test_no_route_goes_past_the_limit_of_answers(path: str, body: bytes, param: 
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
+@pytest.mark.parametrize("value", [b"NaN", b"5.0", b"5e", b'"9"', b"[" * 2_000 + b"]" * 2_000])
+def test_a_wrong_number_in_a_large_body_is_refused(value: bytes) -> None:
+    route, limits = SCHEDULED["/inference/v1/generate"], limits_of({"max_tokens_max": 50})
+    parsed = drain(read_large(b'{"token_ids":[1],"sampling_params":{"max_tokens":' + value + b"}}", route.kind))
+    with pytest.raises(Failure, match=r"sampling_params\.max_tokens should be an integer") as caught:
+        limits.apply(route, parsed, "acme", TARGET, Estimator())
+    assert caught.value.status == 400
+
+
 @pytest.mark.parametrize("name", ["role", "tool_call_id"])
 def test_a_prompt_in_the_role_of_a_message_counts(name: str) -> None:
     body = b'{"messages":[{"' + name.encode() + b'":"' + b"x" * 4_000 + b'"}]}'
