@@ -220,9 +220,21 @@ def test_pods_have_the_time_of_the_drain_and_more(delay_s: float | None, timeout
 def test_a_change_replaces_no_proxy_before_another_is_there() -> None:
     strategy = only(of(), "Deployment")["spec"]["strategy"]
     assert strategy == {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}
-    [container] = pods(of())[1]["containers"]
-    paths = {name: container[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "liveness", "readiness")}
-    assert paths == {"startup": "/health", "liveness": "/health", "readiness": "/ready"}
+
+
+@pytest.mark.parametrize(
+    ("admin", "port"),
+    [({}, "admin"), ({"host": "127.0.0.1"}, "http"), (None, "http")],
+    ids=["port-of-its-own", "port-for-this-pod-alone", "port-of-clients"],
+)
+def test_clients_at_connections_max_do_not_end_a_proxy(admin: Object | None, port: str) -> None:
+    [container] = pods(of({"admin": admin}))[1]["containers"]
+    asked = {name: container[f"{name}Probe"]["httpGet"] for name in ("startup", "liveness", "readiness")}
+    assert {name: (get["path"], get["port"]) for name, get in asked.items()} == {
+        "startup": ("/health", port),
+        "liveness": ("/health", port),
+        "readiness": ("/ready", "http"),
+    }
 
 
 def test_the_proxy_is_asked_by_tls_where_it_speaks_it() -> None:

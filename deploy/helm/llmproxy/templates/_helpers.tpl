@@ -43,6 +43,11 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{ ternary "http" "admin" (eq (include "llmproxy.port" .) (include "llmproxy.adminPort" .)) }}
 {{- end -}}
 
+{{- /* The admin port serves when `clients.connections_max` is reached. The kubelet cannot reach one on loopback. */ -}}
+{{- define "llmproxy.livenessPortName" -}}
+{{ has (dig "admin" "host" "127.0.0.1" .Values.config) (list "127.0.0.1" "::1" "localhost") | ternary "http" (include "llmproxy.adminPortName" .) }}
+{{- end -}}
+
 {{- define "llmproxy.scheme" -}}
 {{- if dig "tls" "client_ca" "" .Values.config -}}
 {{- fail "config.tls.client_ca: probes of Kubernetes have no certificate; let what stands in front ask for those of clients" -}}
