@@ -302,12 +302,17 @@ class Dispatcher:
 
         Drain the backend first. Otherwise it may get new requests meanwhile. Safe to cancel.
         """
-        while not self._is_empty(backend):
-            emptied = self._emptied.setdefault(backend, asyncio.Event())
-            # The expiry of an unfetched prompt is no event, hence the timeout.
-            with suppress(TimeoutError):
-                async with asyncio.timeout_at(self.pools.backends[backend].kv_pinned_until_s(loop_time())):
-                    await emptied.wait()
+        try:
+            while not self._is_empty(backend):
+                emptied = self._emptied.setdefault(backend, asyncio.Event())
+                # The expiry of an unfetched prompt is no event, hence the timeout.
+                with suppress(TimeoutError):
+                    async with asyncio.timeout_at(self.pools.backends[backend].kv_pinned_until_s(loop_time())):
+                        await emptied.wait()
+        finally:
+            # The backend may be removed now. Another waiter looks again.
+            if (waited := self._emptied.pop(backend, None)) is not None:
+                waited.set()
 
     # --- decisions ----------------------------------------------------------------------------------------------------
 

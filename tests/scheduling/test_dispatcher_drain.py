@@ -120,6 +120,26 @@ async def test_a_prompt_that_nobody_fetches_is_waited_for_until_its_lease_ends()
     began_s = now()
     await asyncio.wait_for(one.emptied("p"), 100.0)
     assert now() - began_s == pytest.approx(30.0, abs=0.1)
+    one.pools.remove_backend("p")
+    async with holding(one, request()) as lease:
+        assert lease.backend == "d", "the removed backend is not looked up"
+        lease.verdict = Verdict.SERVED
+
+
+@virtual
+async def test_a_wait_for_an_empty_backend_that_is_cancelled_leaves_nothing() -> None:
+    """A backend may come back while it leaves, and leave again."""
+    one = of_two_roles()
+    one.ended(await computed(one), None)
+    waits = [asyncio.create_task(one.emptied("p")) for _ in range(2)]
+    await turns()
+    waits[0].cancel()
+    await asyncio.wait_for(waits[1], 100.0)
+    one.pools.remove_backend("p")
+    await turns()
+    assert waits[0].cancelled()
+    async with holding(one, request()) as lease:
+        lease.verdict = Verdict.SERVED
 
 
 @virtual

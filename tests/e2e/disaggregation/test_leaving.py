@@ -218,6 +218,7 @@ async def test_a_second_stage_is_not_cut_before_its_engine_has_it(monkeypatch: p
 
 
 async def test_a_decode_replica_that_leaves_between_the_stages(log: io.StringIO) -> None:
+    """And then its prefill replica is removed, whose prompt nobody fetched."""
     opened: list[ProxyUnderTest] = []
 
     class Leaves(Nixl):
@@ -229,7 +230,7 @@ async def test_a_decode_replica_that_leaves_between_the_stages(log: io.StringIO)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(connectors._factories, "leaves", Leaves)
-        async with split(scheduling={"kv_connector": "leaves"}) as proxy:
+        async with split(scheduling={"kv_connector": "leaves", "kv_lease_s": 0.5}) as proxy:
             opened.append(proxy)
             await right_answer(proxy)
             await proxy.settled()
@@ -237,6 +238,11 @@ async def test_a_decode_replica_that_leaves_between_the_stages(log: io.StringIO)
             assert "attempts=2 " in log.getvalue()
             # Nobody fetched the KV blocks that were computed for it.
             await until(lambda: kv_used(proxy.replicas[0]) == 0.0)
+            registry = proxy.app.registry
+            registry.undrain("b1")
+            registry.update("config", [registry.backends["b1"]])
+            await until(lambda: "b0" not in registry.backends)
+            assert (await proxy.chat(LONG)).status == 200
 
 
 async def test_a_drained_prefill_replica_waits_until_its_prompts_are_fetched() -> None:
