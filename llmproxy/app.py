@@ -440,9 +440,9 @@ def _live_state(proxy: Proxy, now: float) -> LiveState:
             limit=views[name].limit,
             available=views[name].available,
             drained=backend.drained,
-            running=backend.reading.running if backend.reading is not None else None,
-            waiting=backend.reading.waiting if backend.reading is not None else None,
-            kv_used=backend.reading.kv_used if backend.reading is not None else None,
+            running=reading.running if reading is not None else None,
+            waiting=reading.waiting if reading is not None else None,
+            kv_used=reading.kv_used if reading is not None else None,
             reading_age_s=now - backend.reading.taken_at_s if backend.reading is not None else None,
             ejected=backend.health.ejected,
             down=backend.health.down,
@@ -450,6 +450,8 @@ def _live_state(proxy: Proxy, now: float) -> LiveState:
             day_left=pools.money_left(name, now),
         )
         for name, backend in pools.backends.items()
+        # None if it is stale.
+        for reading in (views[name].reading,)
     )
     queues = tuple(
         QueueState(names.get(band, str(band)), *queued.get(band, (0, 0)), longest_s.get(band, 0.0))

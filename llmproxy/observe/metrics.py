@@ -53,7 +53,7 @@ class QueueState:
 
 @dataclass(frozen=True, slots=True)
 class BackendState:
-    """A backend at a scrape. A value from the engine is None until its metrics have been read."""
+    """A backend at a scrape. A value from the engine is None until its metrics have been read, and if it is stale."""
 
     backend: str
     in_flight: int
@@ -64,7 +64,7 @@ class BackendState:
     running: int | None = None
     waiting: int | None = None
     kv_used: float | None = None  # 0..1
-    reading_age_s: float | None = None  # Since the last scrape began.
+    reading_age_s: float | None = None  # Since the last scrape began, also if it is stale.
     ejected: bool = False
     down: bool = False
     pool: str = ""  # "" before the first model list.

@@ -187,9 +187,9 @@ ALERTS = (
     ),
     Alert(
         "LlmproxyReadingStale",
-        "llmproxy_backend_reading_age_seconds > 15",
+        f"llmproxy_backend_reading_age_seconds > 15 and on ({PROXY}, backend) llmproxy_backend_drained == 0",
         "2m", "ticket", "The scraped metrics of {{ $labels.backend }} are old",
-        "The engine's metrics were last read {{ $value | humanizeDuration }} ago.",
+        "The engine's metrics were last read {{ $value | humanizeDuration }} ago, and the backend is not drained.",
     ),
     Alert(
         "LlmproxyConfigReloadFailed",

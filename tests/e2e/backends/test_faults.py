@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from llmproxy.gateway.proxying.stream_relay import BUFFERED_BYTES_MAX, read_answer
 from llmproxy.lab.simulator.server.faults import FaultKind
 from llmproxy.upstream.port import Exchange
-from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, Answer, ProxyUnderTest, all_of, serving, until
+from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, Answer, ProxyUnderTest, all_of, samples, serving, until
 from tests.e2e.scripted import STREAM_END, STREAM_HEAD, answering, chunk, scripted, serving_script, whole
 from tests.upstream.raw_server import Peer
 
@@ -171,3 +171,16 @@ async def test_a_request_that_waits_in_a_lost_engine_is_served_by_another() -> N
             assert b"The stream broke" in await ran
         await proxy.settled()
         assert proxy.outcomes() == {"completed": 2, "broken_stream": 1}
+
+
+async def test_the_gauges_of_an_engine_end_with_its_last_reading() -> None:
+    async with serving(FAST, poll=BLIND | {"stale_after_s": 0.3}) as proxy:
+
+        def gauge(name: str) -> list[float]:
+            page = proxy.app.metrics.page().decode()
+            return [one.value for one in samples(page, f"llmproxy_backend_{name}", {"backend": "b0"})]
+
+        await until(lambda: gauge("waiting") == gauge("running") == gauge("kv_used_ratio") == [0.0])
+        await until(lambda: not gauge("waiting"))
+        assert gauge("running") == gauge("kv_used_ratio") == []
+        assert gauge("reading_age_seconds") >= [0.3], "the age goes on"
