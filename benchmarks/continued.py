@@ -38,7 +38,7 @@ REPLICAS, CLIENTS = 3, 60
 FLAGS = ("--model", "sim", "--text", "numbered", "--speed", "0.4")
 TOKENS = range(155, 401, 7)
 """The lengths of the answers. A numbered text of such a length does not end inside a character."""
-DEADLINE_S = 2.0  # The seconds between a drain and the end of the replica.
+DEADLINE_S = 2  # The seconds between a drain and the end of the replica, or of its streams.
 GAP_S = 1.0  # The seconds between two faults.
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USAGE = {"stream_options": {"include_usage": True}}
@@ -214,6 +214,17 @@ async def drained(run: Run, index: int) -> None:
     await run.start(index, drained=True)
 
 
+async def drained_with_deadline(run: Run, index: int) -> None:
+    """Drains a replica with `?deadline_s=`, and ends it when its streams have moved."""
+    await run.running.admin(index, f"drain?deadline_s={DEADLINE_S}")
+    await asyncio.sleep(DEADLINE_S - 0.1)
+    run.clients.hit(index)
+    await asyncio.sleep(1.1)
+    await run.running.replicas[index].stop(signal.SIGKILL)
+    await asyncio.sleep(2.0)
+    await run.start(index, drained=True)
+
+
 async def errors(run: Run, index: int) -> None:
     """Gives each of the next ten streams of a replica an error event after 50 tokens."""
     await run.running.fault(index, "stream_error", after_tokens=50, times=10)
@@ -268,6 +279,7 @@ SCENES = (
     Scene("killed (`kill -9`)", killed),
     Scene("stopped (SIGSTOP, SIGCONT 6 s later)", stopped),
     Scene("drained, killed 2 s later", drained),
+    Scene("drained with `deadline_s=2`", drained_with_deadline),
     Scene("error event in mid-stream", errors),
     Scene("engine dead", engine_dead),
     Scene("SIGTERM, finish reason `abort`", ended, ("--shutdown", "abort")),

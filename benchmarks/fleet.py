@@ -210,7 +210,7 @@ class Fleet:
             pass
 
     async def admin(self, index: int, verb: str) -> None:
-        """Drains or undrains a backend (`verb`). The fleet must have the settings WITH_ADMIN."""
+        """Drains or undrains a backend (`verb`, with its query). The fleet must have the settings WITH_ADMIN."""
         url = f"{self.url}/admin/backends/{self.name(index)}/{verb}"
         headers = {"authorization": f"Bearer {_ADMIN_KEY}"}
         async with self.control.post(url, headers=headers, raise_for_status=True):
