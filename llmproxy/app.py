@@ -18,7 +18,6 @@ from llmproxy.backends import discovery
 from llmproxy.backends.adapter_keeper import AdapterKeeper
 from llmproxy.backends.discovery import Discovery, addresses, services
 from llmproxy.backends.events import BackendEvents, BackendLog, PollCounter
-from llmproxy.backends.pair_warm_up import PairWarmUp
 from llmproxy.backends.registry import BackendRegistry
 from llmproxy.backends.start_times import StartTimes
 from llmproxy.backends.state_file import State, StateFile
@@ -299,9 +298,7 @@ async def _build(
         metrics.adapter_changed,
     )  # fmt: skip
     stack.push_async_callback(keeper.close)
-    pairs = PairWarmUp(pools, registry.backends, upstream, lambda: gateway.rulebook.current.config)
-    stack.push_async_callback(pairs.close)
-    events.observers += [keeper, pairs]
+    events.observers.append(keeper)
     combined = Combined(config, lambda config: proxy.reconfigure(config))
     backend_discovery = Discovery(
         registry, dispatcher.expects_backends, metrics.source_queried,

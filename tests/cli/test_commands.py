@@ -131,7 +131,6 @@ OTHER_THAN_DEFAULT = {
     "scheduling.refuse_late": "true",
     "scheduling.kv_full_ratio": "0.5",
     "scheduling.kv_connector": "store",
-    "scheduling.warm_up_pairs": "false",
     "retry.budget_ratio": "0.5",
     "retry.continue": "off",
     "health.ejected_ratio_max": "0.4",

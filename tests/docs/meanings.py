@@ -206,8 +206,6 @@ EVENTS = {
     "name_resolved": "The host name of a backend has new addresses.",
     "needs_a_restart": "A changed key has no effect before a restart.",
     "old_state_ignored": "The state file that proxies shared in earlier versions is not read.",
-    "pair_not_warmed_up": "A prefill and a decode backend did not transfer a short prompt.",
-    "pair_warmed_up": "A prefill and a decode backend are connected: they have transferred a short prompt.",
     "no_backend_up": "No backend is up. The line has the poll result of each backend.",
     "no_such_objects": "The cluster does not have this kind of the [inference extension](../how-to/kubernetes.md#objects-of-the-inference-extension).",
     "reload_failed": "The new configuration is wrong. Nothing changed.",

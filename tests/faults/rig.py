@@ -152,7 +152,7 @@ async def faulty_fleet(
     good = FAST
     if stage is not Stage.WHOLE:
         good = replace(FAST, kv_transfer="nixl", kv_latency_s=0.0, kv_handshake_s=0.0, kv_lease_s=0.2)
-        config |= {"scheduling": {"placement": "round_robin", "disaggregation": "always", "warm_up_pairs": False}}
+        config |= {"scheduling": {"placement": "round_robin", "disaggregation": "always"}}
         config |= {"roles": {"b0": stage.value, "b1": "decode", "b2": "prefill"}}
     async with AsyncExitStack() as stack:
         bad: Scripted | Replica

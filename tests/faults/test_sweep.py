@@ -47,7 +47,7 @@ async def one_that_refuses() -> AsyncIterator[ProxyUnderTest]:
 async def two_stages() -> AsyncIterator[ProxyUnderTest]:
     """A replica for prompts and one for answers. A prompt that nobody fetches is kept for a short lease."""
     nixl = replace(FAST, kv_transfer="nixl", kv_latency_s=0.0, kv_handshake_s=0.0, kv_lease_s=0.05)
-    scheduling = {"disaggregation": "always", "warm_up_pairs": False, "kv_lease_s": 0.05}
+    scheduling = {"disaggregation": "always", "kv_lease_s": 0.05}
     async with serving(nixl, nixl, roles={"b0": "prefill", "b1": "decode"}, scheduling=scheduling) as proxy:
         yield proxy
         await until(lambda: all(replica.engine.gauges().kv_used == 0.0 for replica in proxy.replicas))

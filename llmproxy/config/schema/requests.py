@@ -208,9 +208,6 @@ class SchedulingConfig(Section):
     (from LMCache, Mooncake or a folder)."""
     kv_lease_s: Annotated[Seconds, idle.WITHOUT_ROLES] = 30.0
     """Time for which a prefill engine keeps the KV cache of a prompt for a decode engine: vLLM's kv_lease_duration."""
-    warm_up_pairs: Annotated[bool, idle.WITHOUT_ROLES] = True
-    """Send a short prompt through each pair of prefill and decode backends after one of them starts, because the first
-    transfer of a pair is slow."""
     initial_batch_limit: Count = 4
     """Batch limit that is assumed for an engine until the real limit is learned."""
     kv_full_ratio: Fraction = 1.0

@@ -24,7 +24,7 @@ async def split(
 ) -> AsyncIterator[ProxyUnderTest]:
     """A proxy over these replicas, which have these roles in their order; two that transfer KV without any."""
     named = {f"b{number}": role for number, role in enumerate(roles.split())}
-    wanted = {"disaggregation": how, "warm_up_pairs": False, **(scheduling or {})}
+    wanted = {"disaggregation": how, **(scheduling or {})}
     async with serving(*(options or (NIXL, NIXL)), roles=named, scheduling=wanted, **config) as proxy:
         yield proxy
 

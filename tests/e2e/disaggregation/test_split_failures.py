@@ -266,7 +266,7 @@ async def test_unknown_members_travel_as_they_came() -> None:
 
     async with scripted(script) as first, scripted(decode) as second:
         roles = {"b0": "prefill", "b1": "decode"}
-        scheduling = {"disaggregation": "always", "warm_up_pairs": False}
+        scheduling = {"disaggregation": "always"}
         async with serving(extra=[first.url, second.url], roles=roles, scheduling=scheduling) as proxy:
             assert (await proxy.chat(LONG)).status == 200
     assert b'"kv_transfer_params":' + odd.encode() + b"," in asked[0]

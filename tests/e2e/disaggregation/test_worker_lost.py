@@ -50,7 +50,7 @@ async def test_a_worker_that_is_killed_between_the_stages_leaves_nothing(stage: 
                 {"url": first.url, "name": "p", "role": "prefill", "max_in_flight": 2 * MANY},
                 {"url": second.url, "name": "d", "role": "decode", "max_in_flight": 2 * MANY},
             ],
-            "scheduling": {"disaggregation": "always", "warm_up_pairs": False, "prompt_window_s": None},
+            "scheduling": {"disaggregation": "always", "prompt_window_s": None},
             "health": {"hung_s": None},
         }
         (tmp_path / "config.json").write_text(json.dumps(config))

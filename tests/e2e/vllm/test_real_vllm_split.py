@@ -24,13 +24,11 @@ from typing import Any
 import aiohttp
 import pytest
 import pytest_asyncio
-import structlog
 
 from llmproxy.app import Proxy
 from llmproxy.config import BackendConfig, SchedulingConfig
 from llmproxy.core.domain import Stage
 from llmproxy.core.kv_connectors import KvConnector, Parameters, connectors
-from llmproxy.observe import logs
 from llmproxy.scheduling.attempt import Split
 from tests.e2e.vllm.test_real_vllm import proxy_before, until
 from tests.e2e.vllm.vllm_requests import CASES, FRESH, Case
@@ -64,24 +62,14 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
 
 @asynccontextmanager
 async def before_servers() -> AsyncIterator[Proxy]:
-    """A proxy that splits what can be split. Pairs of servers have met."""
+    """Starts a proxy that splits what can be split."""
     async with aiohttp.ClientSession() as session:
         for url in URLS:
             assert (await post(session, url, chat("first")))[0] == 200
     backends = [BackendConfig(url=url, role="decode" if number else "prefill") for number, url in enumerate(URLS)]
     scheduling = SchedulingConfig(disaggregation="always", kv_connector=CONNECTOR, kv_lease_s=LEASE_S)
-    log = io.StringIO()
-
-    async def met() -> int:
-        return log.getvalue().count(" pair_warmed_up ")
-
-    logs.configure("text", "info", log)
-    try:
-        async with proxy_before(*backends, scheduling=scheduling) as opened:
-            await until(met, (len(URLS) - 1) * (CONNECTOR == "nixl"), LEASE_S)
-            yield opened
-    finally:
-        structlog.reset_defaults()
+    async with proxy_before(*backends, scheduling=scheduling) as opened:
+        yield opened
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
