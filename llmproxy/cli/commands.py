@@ -268,15 +268,14 @@ def replica(
         raise typer.Exit(1) from None
 
 
-@app.command(cls=PanelHelp, short_help="Write dashboards, alerts or a scrape configuration.")
+@app.command(cls=PanelHelp, short_help="Write dashboards or alerts.")
 def export(
-    kind: Annotated[str, typer.Argument(metavar="grafana|alerts|prometheus|scaling", help="Kind of files.")],
+    kind: Annotated[str, typer.Argument(metavar="grafana|alerts", help="Kind of files.")],
     folder: Annotated[
         Path, typer.Argument(metavar="DIR", help="Folder of the files; created if it is missing.")
     ] = Path(),
 ) -> None:
-    """Write files for this version: Grafana dashboards, Prometheus rules, a Prometheus configuration, or manifests for
-    autoscalers.
+    """Write files for this version: Grafana dashboards or Prometheus rules.
 
     Files of the same names are replaced.
     """

@@ -16,7 +16,7 @@ from llmproxy.config.changes import NEEDS_RESTART
 from llmproxy.config.config import Config
 from llmproxy.config.keys import walk
 from llmproxy.config.pods_url import INFERENCE_POOL, NAMES, PODS, SERVICE, PodsUrl
-from llmproxy.tools.export.scaling import HPA, KEDA
+from tests import ROOT
 from tests.deploy import CHART, PAGE
 from tests.deploy.objects import (
     EXTENSION,
@@ -280,16 +280,17 @@ def test_only_named_ports_are_open_to_operators() -> None:
 # --- autoscaling ------------------------------------------------------------------------------------------------------
 
 
-def test_scaling_uses_exported_metrics() -> None:
-    authentication, exported = parsed(KEDA)
+def test_autoscalers_equal_those_of_kustomize_and_of_the_documentation() -> None:
+    authentication, written = parsed((ROOT / "deploy/kustomize/overlays/autoscale/keda.yaml").read_text())
     objects = rendered((CHART / "ci" / "keda-values.yaml").read_text())
     ours = only(objects, "ScaledObject")["spec"]
     url = ours["triggers"][0]["metadata"]["url"]
     assert url == "http://llmproxy-admin.serving.svc:9090/scale/Qwen/Qwen3-8B"
-    exported["spec"]["triggers"][0]["metadata"]["url"] = url
-    assert ours == exported["spec"] | {"minReplicaCount": 0}
+    written["spec"]["triggers"][0]["metadata"]["url"] = url
+    assert ours == written["spec"]
     assert only(objects, "TriggerAuthentication")["spec"] == authentication["spec"]
-    [hpa] = parsed(HPA.replace("MODEL", "qwen3-8b"))
+    page = blocks(ROOT / "docs/how-to/autoscaling.md")
+    [hpa] = parsed(next(block.text for block in page if block.title == "hpa.yaml"))
     assert (
         only(rendered((CHART / "ci" / "hpa-values.yaml").read_text()), "HorizontalPodAutoscaler")["spec"] == hpa["spec"]
     )

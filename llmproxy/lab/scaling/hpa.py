@@ -32,7 +32,7 @@ class HpaRules:
 
 DEFAULTS = HpaRules()
 FOLLOWING = HpaRules(tolerance=0.0, down_pods=1, down_share=0.0, down_every_s=60.0)
-"""The rules of the manifests that `llmproxy export scaling` writes."""
+"""The rules of `deploy/kustomize/overlays/autoscale/keda.yaml`."""
 
 
 class Hpa:

@@ -1,7 +1,6 @@
-"""Makes files for Prometheus, Grafana and autoscalers that fit this version.
+"""Makes dashboards for Grafana and rules for Prometheus that fit this version.
 
-They are dashboards, rules, a scrape configuration and manifests. The files are generated, so that a test can compare
-each query with the metrics of the process.
+The files are generated, so that a test can compare each query with the metrics of the process.
 """
 
 from llmproxy.tools.export.files import KINDS, files_of

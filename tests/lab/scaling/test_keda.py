@@ -13,6 +13,7 @@ from math import ceil
 from random import Random
 
 import pytest
+import yaml
 from msgspec import structs
 
 from llmproxy.config import Config
@@ -24,9 +25,10 @@ from llmproxy.lab.fleet.fleet_file import fleet_named
 from llmproxy.lab.fleet.spec import Autoscale
 from llmproxy.lab.run.replay import Run, Setup
 from llmproxy.lab.run.virtual_time import run
+from llmproxy.lab.scaling.hpa import FOLLOWING
 from llmproxy.lab.scaling.signals import Look
 from llmproxy.lab.traces.arrival import Arrival
-from llmproxy.tools.export.scaling import KEDA
+from tests import ROOT
 from tests.lab.small import setup
 
 pytestmark = pytest.mark.slow
@@ -108,7 +110,11 @@ def test_what_is_followed_is_never_below_it_for_longer_than_a_look_and_comes_dow
 
 
 def test_the_manifest_reads_what_is_there(hour: Sequence[tuple[Look, int]]) -> None:
-    assert 'valueLocation: need\n        targetValue: "1"' in KEDA
+    _, scaled = yaml.safe_load_all((ROOT / "deploy/kustomize/overlays/autoscale/keda.yaml").read_text())
+    metadata = scaled["spec"]["triggers"][0]["metadata"]
+    assert (metadata["valueLocation"], metadata["targetValue"]) == ("need", "1")
+    behaviour = scaled["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+    assert float(behaviour["scaleUp"]["tolerance"]) == FOLLOWING.tolerance
     need = hour[len(hour) // 2][0].need
     assert need is not None
     groups = spread(need.need, [Group("spot", max=1), Group("reserved", cost=2.0)])

@@ -109,13 +109,14 @@ def watched(interval_s: int, times: int = 1) -> Iterator[tuple[str, str]]:
 def read_by(proxy: int, folder: Path, interval_s: int, times: int = 1) -> Iterator[str]:
     """The URL of a Prometheus that scrapes the proxy on this port."""
     port = free_port()
-    for kind in ("alerts", "prometheus"):
-        for name, text in files_of(kind).items():
-            (folder / name).write_text(text if name != RULES else faster(text, times) if times > 1 else text)
-    config = yaml.safe_load((folder / "prometheus.yml").read_text())
-    config["global"] = {"scrape_interval": f"{interval_s}s", "evaluation_interval": f"{interval_s}s"}
-    config["scrape_configs"][0]["static_configs"] = [{"targets": [f"127.0.0.1:{proxy}"]}]
-    config["scrape_configs"][0]["scrape_timeout"] = f"{interval_s}s"
+    text = files_of("alerts")[RULES]
+    (folder / RULES).write_text(faster(text, times) if times > 1 else text)
+    job = {"job_name": "llmproxy", "static_configs": [{"targets": [f"127.0.0.1:{proxy}"]}]}
+    config = {
+        "global": {"scrape_interval": f"{interval_s}s", "evaluation_interval": f"{interval_s}s"},
+        "rule_files": [RULES],
+        "scrape_configs": [job | {"scrape_timeout": f"{interval_s}s"}],
+    }
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     reads = ["prometheus", f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}",
              f"--web.listen-address=127.0.0.1:{port}"]  # fmt: skip

@@ -99,5 +99,5 @@ def test_grafana_can_import_the_dashboards() -> None:
 
 
 def test_the_same_files_are_written_each_time() -> None:
-    for kind in ("grafana", "alerts", "prometheus"):
+    for kind in ("grafana", "alerts"):
         assert files_of(kind) == files_of(kind)

@@ -17,6 +17,7 @@ from llmproxy.tools.export import files_of
 from llmproxy.tools.export.files import RULES
 from llmproxy.tools.export.rules import ALERTS, RUNBOOK, rules
 from tests import ROOT
+from tests.docs.pages import blocks
 from tests.docs.reference import full_exit, live_state
 
 PROMTOOL = shutil.which("promtool")
@@ -166,9 +167,10 @@ CASES = (
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    for kind in ("alerts", "prometheus"):
-        for name, text in files_of(kind).items():
-            (tmp_path / name).write_text(text)
+    (tmp_path / RULES).write_text(files_of("alerts")[RULES])
+    page = blocks(ROOT / "docs/how-to/monitoring.md")
+    text = next(block.text for block in page if block.title == "prometheus.yml")
+    (tmp_path / "prometheus.yml").write_text(text)
     return tmp_path
 
 

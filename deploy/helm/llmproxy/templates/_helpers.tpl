@@ -136,7 +136,7 @@ fairness fairness_cost input_weight ordering output_weight placement seed slo_wi
 {{- eq .namespace .root.Release.Namespace | ternary $name (printf "%s.%s" $name .root.Release.Namespace) -}}
 {{- end -}}
 
-{{- /* As `llmproxy export scaling` writes it. */ -}}
+{{- /* As in kustomize/overlays/autoscale/keda.yaml. */ -}}
 {{- define "llmproxy.scalingBehavior" -}}
 scaleUp:
   # The number is already what is needed. Without this line an HPA ignores a need within a tenth of what there is, which
