@@ -24,6 +24,7 @@ from llmproxy.gateway.request.identity import (
 )
 from llmproxy.observe.exit import RequestExit
 from tests import ROOT
+from tests.counted import calls_in
 from tests.exits import exit_of
 
 OBJECTIVE = "x-llm-d-inference-objective"
@@ -395,7 +396,13 @@ def test_a_session_is_named_by_a_header_a_cookie_or_the_body() -> None:
     alice = named("body:user", "alice")
     assert alice is not None
     assert named("header:X-User", x_user="alice") == alice
-    assert named("cookie:sid", cookie="a=b; sid=alice; SID=bob") == alice
+    for cookies in (
+        "a=b; sid=alice; SID=bob",
+        "sid=alice;sid=bob",
+        'x="sid=bob";\t sid="alice" ',
+        "asid=bob; sid=alice;",
+    ):
+        assert named("cookie:sid", cookie=cookies) == alice
     assert {named("body:user", "bob"), named("header:x-user", x_user="bob")}.isdisjoint({alice, None})
 
 
@@ -404,6 +411,16 @@ def test_a_request_without_the_name_has_no_session() -> None:
     assert named("header:x-user", x_user="") is None
     assert named("cookie:sid", "alice", sid="alice", cookie="si d; ;=;x") is None
     assert named("body:user", "", user="alice") is None
+
+
+def test_many_cookies_take_no_more_calls_than_one() -> None:
+    identity = Identity(config(scheduling={"session": "cookie:sid"}))
+
+    def calls_of(cookies: str) -> int:
+        http = make_mocked_request("POST", "/", headers={"cookie": cookies})
+        return calls_in(lambda: identity.session(http, {}))
+
+    assert calls_of("a=b;" * 30_000 + " sid=alice") == calls_of("sid=alice")
 
 
 def test_a_session_is_a_short_hash_that_differs_by_tenant() -> None:
