@@ -1,4 +1,4 @@
-"""Authenticates clients: compares their keys with known hashes in constant time, and finds their tenant."""
+"""Authenticates clients: looks up the digests of their keys, and finds their tenant."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from hashlib import sha256
-from hmac import compare_digest, digest
+from hmac import digest
 from typing import NoReturn
 
 from llmproxy.config import AUTO_SALT, Config, TenantConfig, api_key_name, hash_of
@@ -64,12 +64,6 @@ class Tenant:
 NO_TENANT = Tenant()  # The tenant of clients with a plain key, and of all clients if no key is configured.
 
 
-@dataclass(frozen=True, slots=True)
-class _Key:
-    digest: bytes
-    tenant: Tenant
-
-
 def _utc_now() -> datetime:
     return datetime.now(UTC)
 
@@ -82,15 +76,13 @@ class Keys:
 
     def __init__(self, config: Config, wall_clock: Callable[[], datetime] = _utc_now) -> None:
         self._wall_clock = wall_clock
-        self._keys = [
-            _Key(key_digest(hash_of(key)), replace(NO_TENANT, key=api_key_name(key))) for key in config.api_keys
-        ]
+        # Digest of a key -> its tenant. The time of a look-up may tell how a digest begins, but a client can neither choose
+        # the digest of its key nor find a key from a digest. So the comparison needs no constant time.
+        self._tenants = {key_digest(hash_of(key)): replace(NO_TENANT, key=api_key_name(key)) for key in config.api_keys}
         for entry in config.tenants:
             tenant = _tenant(config, entry)
-            self._keys += [
-                _Key(key_digest(key.hash), replace(tenant, key=name, expires=key.expires))
-                for key, name in zip(entry.keys, entry.key_names(), strict=True)
-            ]
+            for key, name in zip(entry.keys, entry.key_names(), strict=True):
+                self._tenants.setdefault(key_digest(key.hash), replace(tenant, key=name, expires=key.expires))
 
     def check(self, headers: Mapping[str, str]) -> Tenant:
         """Returns the tenant whose key the request has; NO_TENANT if no key is configured.
@@ -98,14 +90,11 @@ class Keys:
         Raises Failure (401) if the key is missing, unknown or expired. OpenAI's clients send the key as a bearer token,
         Anthropic's in `x-api-key`.
         """
-        if not self._keys:
+        if not self._tenants:
             return NO_TENANT
-        digest = presented_digest(headers)
-        # Every key is compared, so that the time does not reveal a close match.
-        found = [known for known in self._keys if compare_digest(digest, known.digest)]
-        if not found:
+        tenant = self._tenants.get(presented_digest(headers))
+        if tenant is None:
             _refuse("Missing or wrong API key: send a key that this proxy accepts as `Authorization: Bearer KEY`.")
-        tenant = found[0].tenant
         if tenant.expires is not None and self._wall_clock() >= tenant.expires:
             _refuse("This API key has expired.")
         return tenant
