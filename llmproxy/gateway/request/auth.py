@@ -76,8 +76,8 @@ class Keys:
 
     def __init__(self, config: Config, wall_clock: Callable[[], datetime] = _utc_now) -> None:
         self._wall_clock = wall_clock
-        # Digest of a key -> its tenant. The time of a look-up may tell how a digest begins, but a client can neither choose
-        # the digest of its key nor find a key from a digest. So the comparison needs no constant time.
+        # Digest of a key -> its tenant. The time of a look-up may tell how a digest begins, but a client can neither
+        # choose the digest of its key nor find a key from a digest. So the comparison needs no constant time.
         self._tenants = {key_digest(hash_of(key)): replace(NO_TENANT, key=api_key_name(key)) for key in config.api_keys}
         for entry in config.tenants:
             tenant = _tenant(config, entry)
