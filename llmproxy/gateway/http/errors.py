@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from http import HTTPStatus
 from math import ceil
@@ -140,8 +141,16 @@ def error_body(dialect: Dialect, status: int, message: str, param: str | None = 
     """Returns the JSON body of an error. Its format is vLLM's, except on Anthropic's routes."""
     if dialect is Dialect.ANTHROPIC:
         kind = _ANTHROPIC_TYPES.get(status, "api_error")
-        return orjson.dumps({"type": "error", "error": {"type": kind, "message": message}})
-    return orjson.dumps({"error": error_fields(status, message, param)})
+        return _json({"type": "error", "error": {"type": kind, "message": message}})
+    return _json({"error": error_fields(status, message, param)})
+
+
+def _json(value: Mapping[str, object]) -> bytes:
+    """Returns `value` as JSON. Surrogates, which represent bytes of a header that are no UTF-8, become `?`."""
+    try:
+        return orjson.dumps(value)
+    except TypeError:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
 
 
 def error_fields(status: int, message: str, param: str | None = None) -> dict[str, object]:
@@ -156,5 +165,5 @@ def error_event(dialect: Dialect, message: str, status: int = 502) -> bytes:
         return b"event: error\ndata: " + error_body(dialect, status, message) + b"\n\n"
     if dialect is Dialect.RESPONSES:
         event = {"type": "error", "code": "server_error", "message": message, "param": None}
-        return b"event: error\ndata: " + orjson.dumps(event) + b"\n\n"
+        return b"event: error\ndata: " + _json(event) + b"\n\n"
     return b"data: " + error_body(dialect, status, message) + b"\n\n"

@@ -62,6 +62,9 @@ async def test_a_preflight_of_another_origin_is_refused_in_words() -> None:
             answer = await proxy.request("OPTIONS", CHAT, headers=ASKED | {"origin": origin})
             assert (answer.status, cors(answer), varies(answer)) == (403, {}, ["origin"])
             assert "clients.allowed_origins" in answer.json["error"]["message"]
+        asked = b"OPTIONS /v1/models HTTP/1.1\r\nHost: a\r\nAccess-Control-Request-Method: POST\r\nOrigin: http://\xff\r\n\r\n"
+        async with proxy.wire(asked) as (reader, _):
+            assert (await reader.readline()).startswith(b"HTTP/1.1 403 ")
 
 
 async def test_request_that_is_no_preflight_is_answered_as_ever() -> None:
