@@ -149,9 +149,10 @@ ALERTS = (
     ),
     Alert(
         "LlmproxyStarvation",
-        f"llmproxy_queued_requests > 0 unless on ({PROXY}, band)"
-        f' sum by ({PROXY}, band) (increase(llmproxy_requests_total{{outcome="completed"}}[10m])) > 0',
-        "10m", "ticket", "Band {{ $labels.band }} of {{ $labels.instance }} starves",
+        # Not by instance: in a cluster the leader has the queue, and each member counts its own clients.
+        "sum by (job, band) (llmproxy_queued_requests) > 0 unless"
+        ' sum by (job, band) (increase(llmproxy_requests_total{outcome="completed"}[10m])) > 0',
+        "10m", "ticket", "Band {{ $labels.band }} of {{ $labels.job }} starves",
         "{{ $value }} requests of the band wait, and none was completed in ten minutes.",
     ),
     Alert(
