@@ -142,12 +142,12 @@ class Catalogue:
     def listed(self, backend: str, listing: Listing) -> bool:
         """Stores a backend's model list. Returns whether names or pools changed."""
         before = self._listings.get(backend)
-        self._listings[backend] = listing
         self._unread.discard(backend)
         self._silent.discard(backend)
         self.ever_read = True
-        if before is not None and before.cards == listing.cards:
+        if before is not None and _alike(before.cards, listing.cards):
             return False
+        self._listings[backend] = listing
         self._rebuild()
         return True
 
@@ -285,6 +285,20 @@ class Catalogue:
         }
         self._names_text = None
         self.revision += 1
+
+
+def _alike(some: tuple[ModelCard, ...], others: tuple[ModelCard, ...]) -> bool:
+    """Returns whether two model lists have the same names, base models, context lengths and paths, in the same order.
+
+    Nothing else counts, because vLLM makes `created` and the id in `permission` anew for each answer.
+    """
+    return len(some) == len(others) and all(
+        one.name == other.name
+        and one.parent == other.parent
+        and one.max_model_len == other.max_model_len
+        and one.fields.get("root") == other.fields.get("root")
+        for one, other in zip(some, others, strict=True)
+    )
 
 
 def _names(targets: str | Mapping[str, float]) -> Iterable[str]:

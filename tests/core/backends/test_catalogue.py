@@ -188,6 +188,21 @@ def test_revision_increases_only_when_names_change() -> None:
     assert names.revision == before
 
 
+def test_a_model_list_like_those_of_vllm_changes_nothing_unless_a_name_or_a_path_changes() -> None:
+    def answer(at_s: float, root: str = "/adapters/0") -> Listing:
+        # vLLM makes `created` and the id of the permission anew for each answer.
+        fields = {"created": int(at_s), "permission": [{"id": f"modelperm-{at_s}", "created": int(at_s)}]}
+        base = ModelCard("base", None, 4096, fields | {"root": "/base"})
+        return Listing(at_s, (base, ModelCard("lora-0", "base", None, fields | {"root": root})))
+
+    names = listed(a=answer(1.0), b=answer(1.5))
+    before = names.revision, names.models()
+    assert not names.listed("a", answer(3.0))
+    assert (names.revision, names.models()) == before
+    assert names.listed("a", answer(5.0, root="/adapters/1")), "loaded again in place, from another path"
+    assert names.models()[1]["root"] == "/adapters/1"
+
+
 def test_refusals_of_unknown_names_list_the_known_ones() -> None:
     one = Catalogue(["a", "b"], {})
     one.listed("a", listing("z", *(f"lora-{i}" for i in range(30))))

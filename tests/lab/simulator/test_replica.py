@@ -190,6 +190,9 @@ async def test_models_lists_adapters_with_their_parent(client: aiohttp.ClientSes
     assert keys(base) == keys(lora) == list(names)
     assert (base["id"], base["parent"], base["max_model_len"]) == ("base", None, 32768)
     assert (lora["id"], lora["root"], lora["parent"], lora["max_model_len"]) == ("lora-0", "base/lora-0", "base", None)
+    async with client.get("/v1/models") as answer:
+        again, *_ = (await answer.json())["data"]
+    assert base["permission"][0]["id"] != again["permission"][0]["id"], "vLLM makes the id anew for each answer"
 
 
 async def test_adapters_come_and_go(client: aiohttp.ClientSession) -> None:

@@ -8,12 +8,14 @@ which the server sends as an HTTP chunk.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import orjson
 
+from llmproxy.lab.simulator.server.metrics import unix_now_s
 from llmproxy.lab.simulator.server.requests import (
     ApiError,
     Body,
@@ -22,7 +24,6 @@ from llmproxy.lab.simulator.server.requests import (
     chat_request,
     completion_request,
 )
-from llmproxy.lab.simulator.server.service import ServedModel
 
 FINGERPRINT = "vllm-0.32.0-51ab1e5d"
 DONE = b"data: [DONE]\n\n"
@@ -228,14 +229,18 @@ def stream_error(error: ApiError) -> bytes:
     return f'data: {{"error": {shown}}}\n\n'.encode()
 
 
-def models_body(limits: Limits, models: Mapping[str, ServedModel]) -> Body:
-    """Returns the body of `/v1/models`: the base model, then its adapters in order of loading."""
+def models_body(limits: Limits, models: Mapping[str, str]) -> Body:
+    """Returns the body of `/v1/models`: the base model, then its adapters in order of loading.
+
+    `models` maps names to paths. As in vLLM, `created` is the time of the answer, and the id of `permission` is random.
+    """
     cards = []
-    for name, model in models.items():
+    created = int(unix_now_s())
+    for name, root in models.items():
         permission: dict[str, Any] = {
-            "id": f"modelperm-{model.permission}",
+            "id": f"modelperm-{secrets.token_hex(8)}",
             "object": "model_permission",
-            "created": model.created,
+            "created": created,
             "allow_create_engine": False,
             "allow_sampling": True,
             "allow_logprobs": True,
@@ -250,9 +255,9 @@ def models_body(limits: Limits, models: Mapping[str, ServedModel]) -> Body:
             {
                 "id": name,
                 "object": "model",
-                "created": model.created,
+                "created": created,
                 "owned_by": "vllm",
-                "root": model.root,
+                "root": root,
                 "parent": None if name == limits.model else limits.model,
                 "max_model_len": limits.max_model_len if name == limits.model else None,
                 "permission": [permission],

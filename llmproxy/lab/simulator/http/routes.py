@@ -180,7 +180,7 @@ class Routes:
             message = "Call to add_lora method failed: Worker failed with error 'LoRA is not enabled. Use "
             message += "--enable-lora to enable LoRA.', please check the stack trace above for the root cause"
             raise ApiError(500, message, "InternalServerError")
-        self._service.list_model(name, path)
+        self._service.models[name] = path
         return self._plain(request, f"Success: LoRA adapter '{name}' added successfully.".encode(), None)
 
     async def _unload_adapter(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:

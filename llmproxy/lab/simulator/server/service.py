@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from llmproxy.lab.simulator.engine.profiles import Noise, profile_named
 from llmproxy.lab.simulator.engine.sequence import EngineRequest
 from llmproxy.lab.simulator.server.answer_text import AnswerText, Join, Numbered, Stopped, Words
 from llmproxy.lab.simulator.server.faults import FaultKind, FaultSwitch
-from llmproxy.lab.simulator.server.metrics import ReplicaMetrics, unix_now_s
+from llmproxy.lab.simulator.server.metrics import ReplicaMetrics
 from llmproxy.lab.simulator.server.nixl import NixlConnector
 from llmproxy.lab.simulator.server.pacer import GenerationJob, Pacer
 from llmproxy.lab.simulator.server.requests import ApiError, Body, GenerationRequest, Limits, items, resolve
@@ -109,15 +108,6 @@ class ReplicaOptions:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """The base model or an adapter in `/v1/models`: its path, the Unix time of its loading, and a random id."""
-
-    root: str
-    created: int
-    permission: str
-
-
 class Service:
     """A server, cold at first. Its engine runs while `pacer.run` runs."""
 
@@ -144,10 +134,8 @@ class Service:
         self.metrics = ReplicaMetrics(options.model, options.max_loras, self._cache_labels(), nixl)
         self.pacer = Pacer(self.engine, options.speed, self.metrics)
         self.nixl = NixlConnector(self.pacer, options.kv_times, options.speed, faults) if nixl else None
-        self.models: dict[str, ServedModel] = {}
-        self.list_model(options.model, options.model)
-        for name in options.adapters:
-            self.list_model(name, f"{options.model}/{name}")
+        # The base model, then its adapters -> path.
+        self.models = {options.model: options.model} | {name: f"{options.model}/{name}" for name in options.adapters}
         self.in_flight = 0
         self.idle = asyncio.Event()
         self.idle.set()
@@ -163,10 +151,6 @@ class Service:
     def frontend_s(self) -> float:
         """The seconds between the arrival of a request and its acceptance."""
         return self.engine.profile.frontend_s / self.options.speed
-
-    def list_model(self, name: str, root: str) -> None:
-        """Adds a model or adapter to the list of models. `root` is its path."""
-        self.models[name] = ServedModel(root, int(unix_now_s()), secrets.token_hex(8))
 
     def fault_changed(self, kind: FaultKind | None) -> None:
         """Applies a fault to the engine, or clears it."""
