@@ -7,7 +7,6 @@ Names, types, labels, statuses and fields come from the code; meanings that the 
 from __future__ import annotations
 
 import ast
-import json
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -143,14 +142,6 @@ def _choices(node: ast.expr) -> tuple[ast.expr, ...]:
     return (node.body, node.orelse) if isinstance(node, ast.IfExp) else (node,)
 
 
-def result() -> str:
-    """The types of the result, with the descriptions of their fields. The JSON schema has the type of each field."""
-    schema = json.loads((DOCS / "laboratory" / "simulate-result.schema.json").read_bytes())
-    parts = {"SimulationResult": schema, **schema["$defs"]}
-    del parts["JsonValue"]
-    return "\n\n".join(f"## {name}\n\n{part['description']}" for name, part in parts.items())
-
-
 def rooms() -> str:
     """The folders of `llmproxy/` in the order of the import contract, with the first paragraph of their docstrings."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
@@ -165,12 +156,10 @@ def rooms() -> str:
 
 
 PARTS: dict[str, Callable[[], str]] = {
-    "metrics": metrics, "outcomes": outcomes, "request-fields": request_fields, "events": events, "result": result,
-    "rooms": rooms,
+    "metrics": metrics, "outcomes": outcomes, "request-fields": request_fields, "events": events, "rooms": rooms,
 }  # fmt: skip
 PAGES = (
-    "reference/metrics.md", "reference/errors.md", "reference/log-fields.md", "laboratory/result.md",
-    "concepts/architecture.md",
+    "reference/metrics.md", "reference/errors.md", "reference/log-fields.md", "concepts/architecture.md",
 )  # fmt: skip
 WHOLE_PAGES = {"reference/configuration.md": keys_page.page, "reference/cli.md": cli_page.page}
 

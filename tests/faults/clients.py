@@ -69,7 +69,6 @@ class Observed:
 
     client: str
     outcomes: Mapping[str, int]
-    asked: int
     cut: int
     log: list[Mapping[str, Any]]
 
@@ -82,9 +81,7 @@ async def observe(fault: ClientFault) -> Observed:
             client = await fault.act(proxy, engine)
             await proxy.settled()
             await until(lambda: not backend.answering, 2.0)
-            seen = Observed(
-                client=client, outcomes=+proxy.outcomes(), asked=len(backend.requests), cut=backend.cuts, log=[]
-            )
+            seen = Observed(client=client, outcomes=+proxy.outcomes(), cut=backend.cuts, log=[])
             assert (await proxy.chat()).status == 200, "the next client is served"
     seen.log.extend(log[:-1])
     return seen

@@ -84,14 +84,10 @@ class Seen:
     """The results of a request at its client, at the misbehaving backend (`b0`) and in the log."""
 
     received: Received
-    requests: int
-    connections: int
-    cut: bool
     verdicts: tuple[str, ...]
     retries: int
     outcomes: Mapping[str, int]
     log: list[Mapping[str, Any]]
-    available: bool
 
     @property
     def client(self) -> str:
@@ -192,14 +188,10 @@ async def play(fault: Misbehaviour, ask: str = "stream", *, alone: bool = False,
             verdicts = re.findall(r'^llmproxy_attempts_total{backend="b0",verdict="(\w+)"} [1-9]', page, re.MULTILINE)
             seen = Seen(
                 received=received,
-                requests=len(bad.requests) if isinstance(bad, Scripted) else posts(bad),
-                connections=bad.connections if isinstance(bad, Scripted) else posts(bad),
-                cut=bad.cuts > 0 if isinstance(bad, Scripted) else False,
                 verdicts=tuple(verdicts),
                 retries=int(proxy.metric("llmproxy_retries_total")),
                 outcomes=+proxy.outcomes(),
                 log=[],
-                available=proxy.app.pools.backends["b0"].health.available(asyncio.get_running_loop().time()),
             )
     seen.log.extend(log)
     return seen

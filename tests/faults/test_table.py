@@ -15,6 +15,7 @@ from tests.faults.misbehaviours import MISBEHAVIOURS
 from tests.faults.polls import BODY, POLL_FAULTS, PollFault, huge, watch
 from tests.faults.rig import Misbehaviour, Seen, play
 from tests.faults.scenes import SCENES, Scene, perform
+from tests.faults.table import PAGE, generated
 
 NAME = attrgetter("name")
 PREFILL_CAUSES = (Split.PREFILL_FAILED, Split.PREFILL_REFUSED, Split.NO_PARAMETERS, Split.BAD_PARAMETERS)
@@ -115,3 +116,7 @@ async def test_when(scene: Scene) -> None:
     played = await perform(scene)
     assert (played.clients, played.outcomes, played.events) == (scene.clients, scene.outcomes, scene.events)
     assert len(played.exits) == sum(played.outcomes.values()), "one line for each request"
+
+
+def test_the_page_has_these_faults_and_results() -> None:
+    assert PAGE.read_text() == generated(PAGE.read_text()), "write it anew: python -m tests.faults.table"

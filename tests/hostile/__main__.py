@@ -1,4 +1,4 @@
-"""`make hostile`: hostile requests, answers and bodies against a proxy and its readers; exits with 1 on a finding."""
+"""`make hostile`: hostile requests, answers and bodies against a proxy; exits with 1 on a finding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import uvloop
 from llmproxy.observe import logs
 from tests.e2e.proxies import ProxyUnderTest
 from tests.e2e.scripted import Scripted
-from tests.hostile import answers, backends, bodies, clients, fuzzed, requests
+from tests.hostile import answers, backends, bodies, clients, requests
 from tests.strictness.answers import CONFIG, answer_bench
 from tests.strictness.observe import bench
 from tests.strictness.table import observed
@@ -128,13 +128,6 @@ def play_group(
     return len(cases), [str(finding) for job in jobs for finding in job.result()]
 
 
-def read_group(pool: ProcessPoolExecutor, module: str, seed: int) -> Result:
-    """Drive the readers of one module of fuzz tests."""
-    names = pool.submit(fuzzed.tests_of, module).result()
-    tried = [job.result() for job in [pool.submit(fuzzed.run, module, name, seed) for name in names]]
-    return sum(count for count, _ in tried), [finding for _, finding in tried if finding]
-
-
 def groups(pool: ProcessPoolExecutor, seed: int, most: int) -> dict[str, Callable[[], Result]]:
     """The groups to run, in order."""
     found: dict[str, Callable[[], Result]] = {
@@ -143,8 +136,6 @@ def groups(pool: ProcessPoolExecutor, seed: int, most: int) -> dict[str, Callabl
     for made, play in PLAYS:
         for name, make in made.items():
             found[name] = partial(play_group, pool, play, name, make, seed, most)
-    for name, module in fuzzed.GROUPS.items():
-        found[name] = partial(read_group, pool, module, seed)
     return found
 
 
@@ -152,11 +143,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.hostile", description=__doc__)
     parser.add_argument("--seed", type=int, help="Of an earlier run, to repeat it.")
     parser.add_argument("--most", type=int, default=2000, help="Most cases of a group, drawn by the seed; 0 is all.")
-    parser.add_argument("--examples", type=int, default=5000, help="Of each test of a reader.")
     parser.add_argument("--only", default="", help="Groups whose names begin so.")
     args = parser.parse_args()
     seed = secrets.randbits(32) if args.seed is None else args.seed
-    fuzzed.prepare(args.examples)
     print(f"seed {seed}", flush=True)
     began_s, cases_total, found_total = time.monotonic(), 0, 0
     with ProcessPoolExecutor(os.cpu_count()) as pool:

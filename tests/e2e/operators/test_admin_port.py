@@ -13,7 +13,7 @@ from tests.e2e.proxies import CHAT, FAST, HELLO, serving
 KEY = {"authorization": "Bearer for-admins"}
 AFAR = {"x-forwarded-for": "1.2.3.4"}
 """A proxy on this machine forwards requests of a client elsewhere."""
-PAGES = ("/metrics", "/debug/queue", "/debug/explain", "/debug/adapters")
+PAGES = ("/metrics", "/debug/queue", "/debug/explain", "/debug/adapters", "/debug/live", "/scale")
 CHANGES = (LOAD_ADAPTER, UNLOAD_ADAPTER, "/admin/reload", "/admin/backends/b0/drain")
 TENANT: dict[str, Any] = {"tenants": [{"name": "acme", "keys": [hash_of("acme-1")]}]}
 ACME = {"authorization": "Bearer acme-1"}

@@ -29,14 +29,14 @@ class Store:
     """A lock that expires by the clock of the store, which runs `rate` times as fast as the clock of the members.
 
     A call is carried out `before_s` after it was made, also where who made it does not wait so long, and is answered
-    `after_s` later. `away` makes calls fail.
+    `after_s` later. `away` makes calls fail: all, or those of these members.
     """
 
     name: str = "lock"
     before_s: float = 0.0
     after_s: float = 0.0
     rate: float = 1.0
-    away: bool = False
+    away: set[str] | bool = False
     answers_cost_s: float = 0.0
     """How long the loop of the caller is paused when it reads an answer."""
     held: Leadership | None = None
@@ -49,10 +49,11 @@ class Store:
 
     async def take(self, wanted: Leadership, lock_s: float) -> Leadership:
         self.asked.append(now())
-        found: Leadership = await self._carried_out(lambda: self._take(wanted, lock_s))
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, VirtualTimeLoop)
-        loop._now_s += self.answers_cost_s
+        found: Leadership = await self._carried_out(lambda: self._take(wanted, lock_s), wanted.holder)
+        if self.answers_cost_s:
+            loop = asyncio.get_running_loop()
+            assert isinstance(loop, VirtualTimeLoop)
+            loop._now_s += self.answers_cost_s
         return found
 
     async def holder(self) -> Leadership | None:
@@ -64,7 +65,7 @@ class Store:
             if self.held is not None and self.held.holder == holder:
                 self.held = None
 
-        await self._carried_out(free)
+        await self._carried_out(free, holder)
 
     async def close(self) -> None: ...
 
@@ -86,10 +87,10 @@ class Store:
             self.held = None
         return self.held
 
-    async def _carried_out(self, call: Callable[[], Any]) -> Any:
+    async def _carried_out(self, call: Callable[[], Any], holder: str = "") -> Any:
         async def at_the_store() -> Any:
             await asyncio.sleep(before_s)
-            if self.away:
+            if self.away if isinstance(self.away, bool) else holder.partition("/")[0] in self.away:
                 raise StoreError("away")
             if self.broken is not None:
                 raise self.broken

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -16,55 +14,16 @@ from llmproxy.config import Config
 from llmproxy.lab.simulator.replica import Replica, ReplicaOptions
 from llmproxy.remote.cluster import build
 from llmproxy.remote.cluster.cluster import Cluster
-from llmproxy.remote.cluster.election import Leadership
 from llmproxy.remote.cluster.sessions import MemberSession
-from llmproxy.scheduling.valkey import StoreError
 from tests.e2e.leftovers import nothing_left
 from tests.e2e.proxies import QUICK, ProxyUnderTest, all_up, merged_with, until
-
-
-@dataclass
-class MemoryLock:
-    """The lock of all members of one test. `away` are the holders for which it cannot be asked."""
-
-    name: str = "lock"
-    held: Leadership | None = None
-    until_s: float = 0.0
-    epoch: int = 0
-    away: set[str] = field(default_factory=set)
-
-    async def take(self, wanted: Leadership, lock_s: float) -> Leadership:
-        now = self._asked_by(wanted.holder)
-        held = await self.holder()
-        if held is None:
-            self.epoch = max(self.epoch, wanted.epoch) + 1
-            held = self.held = Leadership(wanted.holder, wanted.address, self.epoch)
-        if held.holder == wanted.holder:
-            self.until_s = now + lock_s
-        return held
-
-    async def holder(self) -> Leadership | None:
-        if asyncio.get_running_loop().time() >= self.until_s:
-            self.held = None
-        return self.held
-
-    async def release(self, holder: str) -> None:
-        self._asked_by(holder)
-        if self.held is not None and self.held.holder == holder:
-            self.held = None
-
-    async def close(self) -> None: ...
-
-    def _asked_by(self, holder: str) -> float:
-        if holder.partition("/")[0] in self.away:
-            raise StoreError("the network is cut")
-        return asyncio.get_running_loop().time()
+from tests.remote.cluster.elections import Store
 
 
 class Members(list[ProxyUnderTest]):
     """The members, in the order of their names m0, m1, ..."""
 
-    def __init__(self, lock: MemoryLock) -> None:
+    def __init__(self, lock: Store) -> None:
         super().__init__()
         self.lock = lock
 
@@ -112,7 +71,7 @@ async def members(
 ) -> AsyncIterator[Members]:
     """So many members over one replica for each of `options`. All follow one of them when the block is entered."""
     with pytest.MonkeyPatch.context() as patch:
-        found = Members(MemoryLock())
+        found = Members(Store(away=set()))
         patch.setattr(build, "open_lock_store", lambda _config, _api: found.lock)
         async with nothing_left(), AsyncExitStack() as stack:
             replicas = [await stack.enter_async_context(Replica(one)) for one in options]

@@ -1,10 +1,11 @@
-"""Messages between members: encoding and decoding, and compatibility of two releases."""
+"""Messages between processes: encoding and decoding, and compatibility of two releases of members."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
 from enum import Enum
+from itertools import chain, pairwise
 from typing import Any, get_args
 
 import msgspec
@@ -14,19 +15,16 @@ from hypothesis import strategies as st
 from msgspec import inspect
 from structlog.testing import capture_logs
 
-from llmproxy.core.backends.catalogue import Target
 from llmproxy.core.domain import (
     AdmissionKind,
     Grant,
     GrantReason,
-    KnownCapacity,
-    KnownLimit,
     Outcome,
     Placed,
     Stage,
     Verdict,
 )
-from llmproxy.core.lease_events import Committed, Progress, Recomputing, Returned, Started
+from llmproxy.core.lease_events import Returned
 from llmproxy.observe.exit import RequestExit
 from llmproxy.remote import messages
 from llmproxy.remote.link import (
@@ -34,95 +32,40 @@ from llmproxy.remote.link import (
     FRAME_BYTES_MAX,
     FRAME_MESSAGES_MAX,
     FROM_MEMBER,
+    FROM_WORKER,
     TO_MEMBER,
+    TO_WORKER,
     UNKNOWN_MAX,
     BrokenFrameError,
+    Decoder,
     Frames,
     TolerantDecoder,
     frame,
 )
 from llmproxy.remote.messages import (
-    Balances,
-    Drained,
     FromMember,
-    Hello,
-    Learned,
-    LeaseAcknowledged,
-    Members,
-    NotLeader,
     Ping,
-    RateDebts,
-    RememberedPrefix,
-    Resume,
-    Resumed,
     RunningLease,
     ToMember,
-    Welcome,
     relative_to,
 )
 from llmproxy.scheduling.attempt import Attempt
 from tests.core.make import request
-from tests.remote.workers.test_protocol import EXITS, NUMBERS, PLACED, REQUESTS, TEXTS, TIMES, USAGES, WHYS
+from tests.remote.strategies import DOWN, FROM, NUMBERS, REQUESTS, TEXTS, TIMES, TO, UP
 
-CALLS = st.integers(-(2**40), 2**40)
-CALL_SETS = st.frozensets(CALLS, max_size=5)
-BOOLS = st.booleans()
-TARGETS = st.builds(Target, TEXTS, TEXTS, TEXTS, st.none() | TEXTS)
-LIMIT = st.builds(KnownLimit, NUMBERS, BOOLS, st.lists(TEXTS, max_size=3).map(tuple), st.none() | NUMBERS)
-SIZE = st.tuples(NUMBERS, NUMBERS, TIMES, TIMES)
-CAPACITY = st.builds(KnownCapacity, st.lists(TIMES, max_size=3).map(tuple), st.lists(SIZE, max_size=3).map(tuple))
-LIMITS, CAPACITIES = (st.dictionaries(TEXTS, one, max_size=3) for one in (LIMIT, CAPACITY))
-FROM: dict[type[Any], st.SearchStrategy[Any]] = {
-    messages.Admit: st.builds(messages.Admit, CALLS, REQUESTS, st.frozensets(TEXTS), st.sampled_from(AdmissionKind)),
-    messages.CancelCall: st.builds(messages.CancelCall, CALLS),
-    Started: st.builds(Started, CALLS),
-    Committed: st.builds(Committed, CALLS),
-    Progress: st.builds(Progress, CALLS, NUMBERS),
-    Returned: st.builds(Returned, CALLS, st.sampled_from(Verdict), USAGES),
-    Recomputing: st.builds(Recomputing, CALLS),
-    messages.RequestEnded: st.builds(messages.RequestEnded, TEXTS, st.none() | BOOLS),
-    messages.PrefixCached: st.builds(
-        messages.PrefixCached, TEXTS, CALLS, TEXTS, st.lists(NUMBERS, max_size=5).map(tuple)
-    ),
-    messages.ResponseStored: st.builds(messages.ResponseStored, TEXTS, TEXTS, TEXTS),
-    messages.PageRequest: st.builds(messages.PageRequest, CALLS, st.binary(max_size=50), TEXTS),
-    messages.Resolve: st.builds(messages.Resolve, CALLS, st.none() | TEXTS, TIMES, NUMBERS),
-    messages.ExitReport: st.builds(messages.ExitReport, EXITS),
-    Hello: st.builds(Hello, NUMBERS, TEXTS, TEXTS, TEXTS, TEXTS, TEXTS, NUMBERS),
-    Resume: st.builds(Resume, CALL_SETS, CALL_SETS),
-    RunningLease: st.builds(RunningLease, CALLS, REQUESTS, PLACED, TIMES, st.none() | TIMES, BOOLS, NUMBERS),
-    Resumed: st.just(Resumed()),
-    LeaseAcknowledged: st.builds(LeaseAcknowledged, CALLS),
-    RememberedPrefix: st.builds(RememberedPrefix, TEXTS, TEXTS, st.lists(NUMBERS, max_size=5).map(tuple)),
-    Ping: st.just(Ping()),
-}
-TO: dict[type[Any], st.SearchStrategy[Any]] = {
-    messages.LeaseGranted: st.builds(
-        messages.LeaseGranted, CALLS, st.sampled_from(Stage), PLACED, TIMES, NUMBERS, WHYS, TIMES
-    ),
-    messages.CallRefused: st.builds(messages.CallRefused, CALLS, st.sampled_from(Outcome), TEXTS, st.none() | TIMES),
-    messages.LeaseCut: st.builds(messages.LeaseCut, CALLS, BOOLS),
-    messages.ResponseStored: st.builds(messages.ResponseStored, TEXTS, TEXTS, TEXTS),
-    messages.PageResponse: st.builds(
-        messages.PageResponse, CALLS, st.integers(100, 599), TEXTS, st.lists(st.tuples(TEXTS, TEXTS)).map(tuple),
-        st.binary(max_size=50),
-    ),
-    messages.NameResolved: st.builds(messages.NameResolved, CALLS, TARGETS),
-    Welcome: st.builds(Welcome, NUMBERS, TEXTS, TEXTS, TEXTS),
-    NotLeader: st.builds(NotLeader, TEXTS),
-    Members: st.builds(Members, st.lists(TEXTS, max_size=5).map(tuple)),
-    Drained: st.builds(Drained, st.frozensets(TEXTS, max_size=5)),
-    Balances: st.builds(Balances, TEXTS, st.integers(-100, 100), st.dictionaries(TEXTS, TIMES, max_size=5)),
-    Learned: st.builds(Learned, LIMITS, CAPACITIES),
-    RateDebts: st.builds(RateDebts, st.lists(st.tuples(TEXTS, TEXTS, TIMES), max_size=3).map(tuple)),
-    Ping: st.just(Ping()),
-}  # fmt: skip
 WAYS = pytest.mark.parametrize(("kinds", "known"), [(FROM, FROM_MEMBER), (TO, TO_MEMBER)], ids=["from", "to"])
+ALL_WAYS = pytest.mark.parametrize(
+    ("kinds", "known"),
+    [(FROM, FROM_MEMBER), (TO, TO_MEMBER), (UP, FROM_WORKER), (DOWN, TO_WORKER)],
+    ids=["from", "to", "up", "down"],
+)
 
 
-def heard(known: TolerantDecoder[Any], data: bytes) -> list[Any]:
+def heard(known: Decoder[Any], *pieces: bytes) -> list[Any]:
     heard: list[Any] = []
-    Frames(known, FRAME_BYTES_MAX).feed(data, heard.append)
+    frames = Frames(known, FRAME_BYTES_MAX)
+    for piece in pieces:
+        frames.feed(piece, heard.append)
     return heard
 
 
@@ -136,14 +79,16 @@ def test_no_two_kinds_have_one_number() -> None:
     assert len({kind.__struct_config__.tag for kind in kinds}) == len(kinds)
 
 
-@WAYS
-@given(data=st.data())
+@ALL_WAYS
+@given(data=st.data(), places=st.lists(st.integers(0, 10_000), max_size=8))
 def test_messages_come_out_as_they_went_in(
-    kinds: dict[type[Any], st.SearchStrategy[Any]], known: TolerantDecoder[Any], data: st.DataObject
+    kinds: dict[type[Any], st.SearchStrategy[Any]], known: Decoder[Any], data: st.DataObject, places: list[int]
 ) -> None:
-    sent = data.draw(st.lists(st.one_of(*kinds.values()), max_size=4))
+    frames = data.draw(st.lists(st.lists(st.one_of(*kinds.values()), max_size=4), max_size=3))
+    sent = b"".join(map(frame, frames))
+    ends = sorted(place % (len(sent) + 1) for place in places)
     # Numbers beyond 64 bits and texts that are no UTF-8 are bounded: see the tests of frames.
-    assert heard(known, frame(sent)) == sent
+    assert heard(known, *(sent[i:j] for i, j in pairwise([0, *ends, len(sent)]))) == [*chain(*frames)]
 
 
 # --- two releases -----------------------------------------------------------------------------------------------------
@@ -348,10 +293,10 @@ def _frame(messages: list[Any]) -> bytes:
 # --- what no member of ours writes ------------------------------------------------------------------------------------
 
 
-@WAYS
+@ALL_WAYS
 @given(data=st.binary(max_size=200))
 def test_any_bytes_are_messages_or_broken(
-    kinds: dict[type[Any], st.SearchStrategy[Any]], known: TolerantDecoder[Any], data: bytes
+    kinds: dict[type[Any], st.SearchStrategy[Any]], known: Decoder[Any], data: bytes
 ) -> None:
     del kinds
     with suppress(BrokenFrameError):
@@ -361,9 +306,17 @@ def test_any_bytes_are_messages_or_broken(
 
 
 @pytest.mark.parametrize("messages", [5, None, {}, "x", [5], [None], ["x"], [{}]], ids=str)
-def test_frame_without_a_list_of_messages_is_broken(messages: Any) -> None:
+@pytest.mark.parametrize("known", [FROM_MEMBER, FROM_WORKER], ids=["member", "worker"])
+def test_frame_without_a_list_of_messages_is_broken(known: Decoder[Any], messages: Any) -> None:
     with pytest.raises(BrokenFrameError):
-        heard(FROM_MEMBER, _frame(messages))
+        heard(known, _frame(messages))
+
+
+def test_workers_know_every_kind() -> None:
+    """Both sides of a worker have the same release, so that a message of the other side is a bug."""
+    for data in (frame([messages.StopWorker()]), _frame([[]])):
+        with pytest.raises(BrokenFrameError):
+            heard(FROM_WORKER, data)
 
 
 def test_a_frame_beyond_the_limit_is_broken_before_it_is_there() -> None:
