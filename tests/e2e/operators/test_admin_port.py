@@ -36,6 +36,7 @@ async def test_with_a_port_of_their_own_these_paths_are_nowhere_else() -> None:
         for path in PAGES:
             assert (await proxy.get(path, headers=KEY)).status == 404
             assert (await proxy.get(proxy.app.admin_url + path, headers=KEY)).status == 200
+            assert (await proxy.request("POST", proxy.app.admin_url + path, {}, headers=KEY)).status == 405
             assert (await proxy.get(proxy.app.admin_url + path)).status == (200 if path == "/metrics" else 401)
         change = {"lora_name": "new", "lora_path": "/x"}
         assert (await proxy.post(LOAD_ADAPTER, change, headers=KEY)).status == 404
