@@ -143,9 +143,6 @@ async def test_names_are_never_markup(browser: Browser) -> None:
                 assert await visit.page.title() == "llmproxy"
             await visit.go("flows")
             await visit.sees(HOSTILE, "tbody")
-            await visit.page.goto(f"{proxy.url}/debug/plain")
-            await visit.sees(HOSTILE, "tbody")
-            assert await visit.page.locator("main img, main script").count() == 0
 
 
 @pytest.mark.parametrize(
@@ -157,12 +154,3 @@ async def test_an_address_that_makes_no_sense_is_still_a_page(browser: Browser, 
         visit.expected = ("404",)
         await visit.go(address)
         await visit.sees(seen, "h2")
-
-
-async def test_without_javascript_there_are_tables(browser: Browser) -> None:
-    async with serving(FAST, FAST) as proxy:
-        await worked(proxy)
-        async with visiting(browser, proxy.url, java_script_enabled=False) as visit:
-            await visit.page.goto(f"{proxy.url}/ui")
-            await visit.page.wait_for_url("**/debug/plain")
-            assert "Healthy: 2 of 2 replicas up" in await visit.page.content()

@@ -1,4 +1,4 @@
-"""The page `/ui`, its data below `/debug/`, and `/debug/plain` for browsers without JavaScript.
+"""The page `/ui`, and its data below `/debug/`.
 
 `GET /debug/live` is the current state as JSON, built at most once a second for all clients; with `?since=SECOND` it is
 204 until there is a newer state. `GET /debug/history?span=900&columns=fleet/,band/` is the past as columns of 32-bit
@@ -7,7 +7,6 @@ floats. `GET /debug/requests` lists the last finished requests, or shows the his
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from itertools import islice
 from struct import pack
@@ -30,8 +29,7 @@ from llmproxy.gateway.admin.debug import (
     too_many_requests,
 )
 from llmproxy.gateway.admin.explained import choice_pages, terms_text
-from llmproxy.gateway.admin.plain import plain_page
-from llmproxy.gateway.admin.static import HEADERS, StaticFiles
+from llmproxy.gateway.admin.static import StaticFiles
 from llmproxy.observe.exit import RequestExit
 from llmproxy.observe.exit_fields import exit_fields, why_fields
 from llmproxy.observe.live.history import TEN_S, TENS
@@ -45,7 +43,6 @@ HISTORY = "/debug/history"
 REQUESTS = "/debug/requests"
 CONFIG = "/debug/config"
 EVENTS = "/debug/events"
-PLAIN = "/debug/plain"
 
 SPAN_MAX_S = TENS * TEN_S
 SPAN_S = 900
@@ -98,7 +95,6 @@ class LivePages:
             REQUESTS: self._requests,
             CONFIG: lambda _: self._configuration(),
             EVENTS: lambda _: self._events(),
-            PLAIN: lambda _: self._plain(),
         }
 
     def page(self, path: str) -> Callable[[web.BaseRequest], web.Response] | None:
@@ -157,13 +153,6 @@ class LivePages:
             else:
                 more += 1
         return page_response({"now_s": round(now, 3), "requests": shown, "more": more})
-
-    def _plain(self) -> web.Response:
-        """Returns the data of `/debug/live` as HTML, for browsers without JavaScript."""
-        if not self._bucket.try_take(1.0, self._clock()):
-            return too_many_requests()
-        page = plain_page(json.loads(self._snapshot.document()))
-        return web.Response(text=page, content_type="text/html", headers={**HEADERS, **UNSTORED})
 
     def _events(self) -> web.Response:
         """Returns recent log lines about the proxy and its backends, newest first."""

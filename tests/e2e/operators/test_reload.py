@@ -225,7 +225,6 @@ async def test_backends_change_their_address_key_and_limit(tmp_path: Path) -> No
 async def test_a_role_is_shown_wherever_its_backend_is(tmp_path: Path) -> None:
     async with reloadable(tmp_path, FAST) as proxy:
         (backend,) = proxy.config_data["backends"]
-        assert "b0 (" not in (await proxy.get("/debug/plain", headers=ADMIN)).body.decode()
         for role in ("prefill", "decode"):
             await rewrite(proxy, backends=[{**backend, "role": role}])
             # A second passes, and with it the age of the document: the clock itself never comes so far.
@@ -234,7 +233,6 @@ async def test_a_role_is_shown_wherever_its_backend_is(tmp_path: Path) -> None:
             pages = [(await proxy.get(path, headers=ADMIN)).json for path in ("/admin/backends", "/debug/live")]
             (pool,) = (await proxy.get("/debug/queue", headers=ADMIN)).json["pools"]
             assert [one["role"] for page in (*pages, pool) for one in page["backends"]] == [role] * 3
-            assert f"b0 ({role})" in (await proxy.get("/debug/plain", headers=ADMIN)).body.decode()
 
 
 async def test_every_part_uses_the_new_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
