@@ -48,8 +48,6 @@ from llmproxy.observe import logs, spans
 from llmproxy.observe.decisions import DecisionLog, open_to_append
 from llmproxy.observe.exit import RequestExit
 from llmproxy.observe.exit_batch import Exits
-from llmproxy.observe.genai import GenAiMetrics
-from llmproxy.observe.key_metrics import KeyMetrics
 from llmproxy.observe.live.recorder import Recorder
 from llmproxy.observe.live.snapshot import LiveSnapshot
 from llmproxy.observe.metrics import BackendState, LiveState, Metrics, QueueState
@@ -285,7 +283,7 @@ async def _build(
 
     shown = [recorder.record] if cluster_leasing is None else [cluster_leasing.exited, recorder.record]
     usage = await _usage(stack, config, pools, usage_folder)
-    further = _exit_readers(stack, config, metrics, now(), lambda: gateway.rulebook.current.config)
+    further = _exit_readers(stack, config, metrics, now())
     readers = [*shown, usage.record, *further]
     exits = Exits(metrics, *readers)
     # Request ids must differ between members.
@@ -377,16 +375,12 @@ def _check(config: Config) -> None:
 
 
 def _exit_readers(
-    stack: AsyncExitStack, config: Config, metrics: Metrics, now: float, current: Callable[[], Config]
+    stack: AsyncExitStack, config: Config, metrics: Metrics, now: float
 ) -> Iterator[Callable[[RequestExit], None]]:
     """Yields the configured readers of exit records, except the metrics. They stop when `stack` is closed.
 
-    `now` is the current time of the event loop, and `current` returns the current configuration.
+    `now` is the current time of the event loop.
     """
-    if config.genai_metrics:
-        yield GenAiMetrics(metrics.registry).record
-    if config.key_metrics:
-        yield KeyMetrics(metrics.registry, lambda: current().key_names()).record
     path = config.decision_log
     if path is not None:
         try:

@@ -24,8 +24,6 @@ NEEDS_RESTART = frozenset(
         "shared_limits",
         "decision_log",
         "decision_log_sample",
-        "genai_metrics",
-        "key_metrics",
         "tracing",
         "state_file",
         "usage",

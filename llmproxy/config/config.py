@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from math import fsum
 from pathlib import Path
@@ -51,7 +51,6 @@ from llmproxy.config.value_types import (
     Network,
     Number,
     Trust,
-    api_key_name,
     backend_from_text,
     criticality_of,
     hash_of,
@@ -115,10 +114,6 @@ class Config(Section):
     """File that gets a JSON line for each decision. null: no file."""
     decision_log_sample: Annotated[Number, Field(ge=0, le=1), idle.unless_given("decision_log")] = 1.0
     """Share of requests (0 to 1) in the decision log."""
-    genai_metrics: bool = False
-    """Count requests by OpenTelemetry's GenAI conventions (gen_ai_server_*) too."""
-    key_metrics: bool = False
-    """Count requests by key too (llmproxy_key_requests_total)."""
     tracing: bool = False
     """Send traces of requests by OpenTelemetry, which reads the OTEL_* variables. Needs the extra otel."""
     state_file: str = Field(default="auto", examples=["/var/lib/llmproxy/limits.json"])
@@ -373,11 +368,6 @@ class Config(Section):
     def by_band(self, section: Mapping[str, float]) -> dict[int, float]:
         """Replaces the band names that are keys of `section` by bands."""
         return {self.band(name): value for name, value in section.items()}
-
-    def key_names(self) -> Iterator[tuple[str, str]]:
-        """Yields (tenant, name) of each API key, as in request records. The tenant is empty for keys of `api_keys`."""
-        yield from (("", api_key_name(key)) for key in self.api_keys)
-        yield from ((tenant.name, name) for tenant in self.tenants for name in tenant.key_names())
 
     def needs_key(self) -> bool:
         """Returns whether clients must present a key."""

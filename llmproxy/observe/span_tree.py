@@ -20,12 +20,19 @@ from llmproxy import __version__
 from llmproxy.core.domain import Outcome, Predicted, Stage, Verdict
 from llmproxy.observe.exit import RequestExit
 from llmproxy.observe.exit_fields import why_fields
-from llmproxy.observe.genai import OPERATIONS
 from llmproxy.observe.trace_context import TraceContext
 from llmproxy.scheduling.attempt import Attempt
 
 _NO_FAILURES = frozenset({Verdict.SERVED, Verdict.CLIENT_GONE, Verdict.PREEMPTED})
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
+_OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/messages": "chat",
+    "/v1/responses": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/embeddings": "embeddings",
+}
+"""Path -> `gen_ai.operation.name`. The conventions have no other operation that this proxy serves."""
 
 
 class SpanTree:
@@ -160,7 +167,7 @@ def _context(trace_id: str, span_id: str, *, is_remote: bool) -> SpanContext:
 
 def _operation(path: str) -> str:
     """Returns `gen_ai.operation.name`; for a path that the conventions do not know, the last part of the path."""
-    return OPERATIONS.get(path) or path.rpartition("/")[2]
+    return _OPERATIONS.get(path) or path.rpartition("/")[2]
 
 
 def _queue_attributes(ended: RequestExit, attempt: Attempt) -> dict[str, Any]:

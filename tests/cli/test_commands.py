@@ -150,8 +150,6 @@ OTHER_THAN_DEFAULT = {
     "forward_credentials": "true",
     "decision_log_sample": "0.5",
     "tracing": "true",
-    "genai_metrics": "true",
-    "key_metrics": "true",
     "scaling.pools": "llama,qwen",
     "scaling.utilisation": "0.5",
 }

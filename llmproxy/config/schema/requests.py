@@ -104,7 +104,7 @@ class KeyConfig(Section):
     expires: Moment | None = Field(default=None, examples=["2027-01-31"])
     """Date or timestamp from which the key is refused; in UTC if it has no time zone. null: never."""
     name: Name | None = Field(default=None, examples=["laptop"])
-    """Name in logs, on the page and in key_metrics. null: the position of the key, such as keys[0]."""
+    """Name in logs, on the page and in `/v1/usage`. null: the position of the key, such as keys[0]."""
 
 
 class TenantConfig(Section):
