@@ -18,7 +18,6 @@ TIMEOUT_S = 5.0
 ANSWER_BYTES_MAX = 16 << 20
 """More than any page of the proxy has. A longer answer comes from another program, and is not read to its end."""
 LIVE = "/debug/live"
-EXPLAIN = "/debug/explain"
 REQUESTS = "/debug/requests"
 SCALE = "/scale"
 

@@ -7,25 +7,22 @@ import json
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
 from llmproxy.tools.terminal import can_draw, console, pressed
-from llmproxy.tools.top.ask import EXPLAIN, LIVE, REQUESTS, SCALE, Asker, ProxyAddress, UnreachableError, asking
-from llmproxy.tools.top.document import Document, Explained, read
-from llmproxy.tools.top.picture import TALL, picture
+from llmproxy.tools.top.ask import LIVE, REQUESTS, SCALE, Asker, ProxyAddress, UnreachableError, asking
+from llmproxy.tools.top.document import Document, read
+from llmproxy.tools.top.picture import picture
 from llmproxy.tools.top.scale import scale as scale_table
 from llmproxy.tools.top.story import story
 from llmproxy.tools.top.view import View
 from llmproxy.tools.top.whatif import weights_of
 from llmproxy.tools.top.whatif import whatif as shares
 
-CHOICES = 20  # The number of placement decisions of each pool that are asked for.
-CHOICES_FILTERED = 100
-"""The number asked for while a filter is set: all decisions that the proxy remembers for each pool."""
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -86,10 +83,8 @@ class _Screen:
         self._console = Console(highlight=False)
         self._view = View()
         self._document: Document | None = None
-        self._choices: Explained | None = None
         self._trouble = ""
         self._changed = asyncio.Event()
-        self._hurry = asyncio.Event()
         self._stopped = False
 
     async def run(self) -> None:
@@ -120,20 +115,13 @@ class _Screen:
         width, height = self._console.size
         if self._document is None:
             return Text(f"{self._trouble}; trying again. q quit", "red")
-        shown = self._choices if self._wants_choices() else None
-        return picture(self._document, self._view, width, height, choices=shown, trouble=self._trouble)
-
-    def _wants_choices(self) -> bool:
-        return self._view.choices or self._console.size.height >= TALL
+        return picture(self._document, self._view, width, height, trouble=self._trouble)
 
     async def _poll(self) -> None:
         try:
             while True:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(self._interval_s):
-                        await self._hurry.wait()
-                self._hurry.clear()
-                if not self._view.paused or (self._view.choices and self._choices is None):
+                await asyncio.sleep(self._interval_s)
+                if not self._view.paused:
                     await self._ask()
                     self._changed.set()
         finally:
@@ -142,9 +130,6 @@ class _Screen:
     async def _ask(self) -> None:
         try:
             document = read(await self._asker.get(LIVE), Document)
-            if self._wants_choices():
-                limit = CHOICES_FILTERED if self._view.filter else CHOICES
-                self._choices = read(await self._asker.get(EXPLAIN, {"limit": str(limit)}), Explained)
         except UnreachableError as error:
             if not self._trouble:
                 self._trouble = f"not reachable since {time.strftime('%H:%M:%S')}"
@@ -154,10 +139,7 @@ class _Screen:
             self._document, self._trouble = document, ""
 
     def _press(self, key: str) -> None:
-        before = self._view.choices
         self._view.press(key)
-        if self._view.choices and not before:
-            self._hurry.set()
         self._changed.set()
 
     def _end(self) -> None:

@@ -121,37 +121,6 @@ class Document(Struct, frozen=True):
     cluster: ClusterSeen | None = None
 
 
-class PricedBackend(Struct, frozen=True):
-    """A candidate of a placement decision, with its price as text. `fits`: whether it had a free slot."""
-
-    backend: str
-    price: str
-    fits: bool
-
-
-class Choice(Struct, frozen=True):
-    """A placement decision about a request, with its candidates."""
-
-    request: str
-    model: str | None
-    age_s: float
-    prompt_tokens: int
-    chosen: str | None
-    candidates: tuple[PricedBackend, ...]
-
-
-class Choices(Struct, frozen=True):
-    """The last placement decisions of one pool."""
-
-    choices: tuple[Choice, ...]
-
-
-class Explained(Struct, frozen=True):
-    """The last placement decisions of each pool, from `/debug/explain`."""
-
-    pools: tuple[Choices, ...]
-
-
 Read = TypeVar("Read", bound=Struct)
 
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from llmproxy.observe.live.summary import SLOWER
 from llmproxy.tools.terminal import printable
-from llmproxy.tools.top.document import Backend, Band, Document, Event, Explained, Flow
+from llmproxy.tools.top.document import Backend, Band, Document, Event, Flow
 from llmproxy.tools.top.view import COLUMNS, KEYS, View
 
 LEVEL_STYLES = {"ok": "green", "info": "", "warning": "yellow", "bad": "red", "error": "red"}
@@ -23,9 +23,6 @@ ENDED_LINES_MAX = 2
 FIRST_COLUMN = 10  # The minimum width of the first column, so that the columns of all sections align.
 LINES_MIN = 2  # The minimum number of lines of a section below its titles: one row, and the number of further rows.
 ROOMY = 30  # The minimum height of the screen for blank lines between sections.
-TALL = 40  # The minimum height of the screen for placement decisions below the other sections.
-BELOW_MIN = 5
-"""The minimum number of lines for placement decisions: one among three replicas, and the number of further lines."""
 PLAIN, WIDE = 60, 110
 """The minimum widths of the screen for further columns."""
 HELP = {
@@ -36,7 +33,6 @@ HELP = {
     "KV, hit": "share of the KV cache in use; share of prompt tokens that it had",
     "pace": "time for the same work, in multiples of the pool's; ! from 1.5x",
     "share, due": "its part of the band's tokens in the last minute; its part by weight",
-    "choices": "→ is chosen, × takes no request now; the price is in seconds",
 }
 """Column title -> meaning, for the help."""
 
@@ -73,23 +69,19 @@ def picture(
     width: int,
     height: int | None = None,
     *,
-    choices: Explained | None = None,
     trouble: str = "",
     more: Section | None = None,
     foot: Sequence[Text] | None = None,
 ) -> RenderableType:
     """Returns the screen for a document.
 
-    The screen has `width` columns and at most `height` lines; without a height, all lines. `choices` are placement
-    decisions. They replace the other sections if the view shows choices; otherwise they fill the free lines. `trouble`
-    is a warning that the document is old. The section `more` follows the replicas, and `foot` follows all sections.
-    Without `foot`, the last line of the screen shows the keys.
+    The screen has `width` columns and at most `height` lines; without a height, all lines. `trouble` is a warning that
+    the document is old. The section `more` follows the replicas, and `foot` follows all sections. Without `foot`, the
+    last line of the screen shows the keys.
     """
     head = _head(document, view, width, height, trouble)
     if view.help:
         sections = _help()
-    elif choices is not None and view.choices:
-        sections = [_choices(choices, view)]
     else:
         sections = [
             _bands(document.bands), _replicas(document, view), *([more] if more is not None else ()),
@@ -103,11 +95,6 @@ def picture(
         sections.pop()
         room += above
     counts = _shares([one.wanted for one in sections], room)
-    if choices is not None and not (view.help or view.choices) and room is not None:
-        last, left = _choices(choices, view), room - sum(counts) - above
-        if last.wanted and left >= BELOW_MIN:
-            sections, room = [*sections, last], room - above
-            counts.append(min(left, last.wanted))
     lines: list[RenderableType] = [*head]
     for section, count in zip(sections, counts, strict=True):
         lines += [Text()] * (above - 1) + [_table(section, count, width)]
@@ -299,23 +286,6 @@ def _event(one: Event, document: Document) -> list[Text]:
         Text(at.strftime("%H:%M:%S" if today else "%m-%d %H:%M")),
         Text(printable(f"{one.event} {one.text}"), LEVEL_STYLES.get(one.level, ""), no_wrap=True),
     ]
-
-
-def _choices(explained: Explained, view: View) -> Section:
-    """Returns the newest placement decisions of all pools, with a line for each candidate."""
-    rows = []
-    for one in sorted((one for pool in explained.pools for one in pool.choices), key=lambda one: one.age_s):
-        if view.shows(one.request, one.model or "", one.chosen or ""):
-            asked = f"{one.request}: {one.prompt_tokens:,} tokens for {one.model}, {duration(one.age_s)} ago"
-            rows.append([Text(printable(asked), "bold")])
-            rows += [[priced(each.backend, each.price, each.fits, one.chosen)] for each in one.candidates]
-    return Section([Column("last choices", True)], rows)
-
-
-def priced(backend: str, price: str, fits: bool, chosen: str | None) -> Text:
-    """Returns one line for a candidate of a placement decision, with its price. `fits`: whether it had a free slot."""
-    mark, style = ("→", "green") if backend == chosen else (" ", "") if fits else ("×", "dim")
-    return Text(f"{mark} {printable(backend)}: {printable(price)}", style)
 
 
 def _table(section: Section, count: int, width: int) -> Table:

@@ -11,7 +11,7 @@ from rich.text import Text
 from llmproxy.core.domain import Stage
 from llmproxy.tools.terminal import printable
 from llmproxy.tools.top.ask import AskError
-from llmproxy.tools.top.picture import duration, priced
+from llmproxy.tools.top.picture import duration
 
 
 def story(found: Mapping[str, Any]) -> RenderableType:
@@ -118,8 +118,10 @@ def _end(ended: Mapping[str, Any]) -> Text:
 
 
 def _choice(choice: Mapping[str, Any]) -> Iterator[Text]:
-    """Yields the price of each candidate of a placement decision."""
+    """Yields the price of each candidate of a placement decision. `×` marks a candidate without a free slot."""
     yield Text()
     yield Text(printable(f"choice in {choice['pool']}, {duration(choice['age_s'])} ago; prices:"), "bold")
     for one in choice["candidates"]:
-        yield priced(one["backend"], one["price"], one["fits"], choice["chosen"])
+        chosen = one["backend"] == choice["chosen"]
+        mark, style = ("→", "green") if chosen else (" ", "") if one["fits"] else ("×", "dim")
+        yield Text(f"{mark} {printable(one['backend'])}: {printable(one['price'])}", style)

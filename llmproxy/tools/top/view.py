@@ -13,10 +13,9 @@ FILTER_MAX = 64
 KEYS = {
     "q": ("quit", "leave"),
     "?": ("help", "explain keys and columns; any key goes back"),
-    "/": ("filter", "show only replicas, flows, events, choices with a text; Esc ends it"),
+    "/": ("filter", "show only replicas, flows and events with a text; Esc ends it"),
     "s": ("sort", "sort the replicas by the next column"),
     "r": ("reverse", "reverse the order of the replicas"),
-    "e": ("choices", "show the last choices with the price of each replica, and go back"),
     "p": ("pause", "keep this picture, and go on"),
 }
 """Key -> a word for the last line of the screen, and a sentence for the help."""
@@ -41,7 +40,6 @@ class View:
     filter: str = ""
     typing: bool = False
     paused: bool = False
-    choices: bool = False
     help: bool = False
     quit: bool = False
 
@@ -60,8 +58,6 @@ class View:
             self.typing = True
         elif key == "p":
             self.paused = not self.paused
-        elif key == "e":
-            self.choices = not self.choices
         elif key == "?":
             self.help = True
         elif key == "\x1b":

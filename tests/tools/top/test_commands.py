@@ -31,8 +31,6 @@ def proxy_at(port: int | None = None) -> TestServer:
         if request.headers.get("Authorization") != f"Bearer {KEY}":
             nothing = {"error": {"message": f"There is nothing at {request.path}."}}
             return web.json_response(nothing, status=404, headers={"Server": "llmproxy"})
-        if request.path == "/debug/explain":
-            return web.json_response({"pools": [{"choices": json.loads(STORY.read_text())["choices"]}]})
         shown = LIVE if request.path == "/debug/live" else STORY
         return web.Response(body=shown.read_bytes(), content_type="application/json")
 
@@ -129,22 +127,20 @@ class AlternateScreen(pyte.Screen):
 
 
 class OnTerminal:
-    """`llmproxy top` on a pseudo terminal of 80 columns; `screen` is the visible text."""
+    """`llmproxy top` on a pseudo terminal of 80 columns and 24 lines; `screen` is the visible text."""
 
-    def __init__(self, *arguments: str, lines: int = 24) -> None:
+    def __init__(self, *arguments: str) -> None:
         self.master, self.slave = pty.openpty()
         self.before = termios.tcgetattr(self.slave)
         self.arguments = arguments
-        self._lines = lines
-        self._screen = AlternateScreen(80, lines)
+        self._screen = AlternateScreen(80, 24)
         self._stream = pyte.ByteStream(self._screen)
         self._read_more = asyncio.Event()
 
     async def __aenter__(self) -> OnTerminal:
         self.process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "llmproxy", "top", *self.arguments, "--admin-key", KEY,
-            stdin=self.slave, stdout=self.slave, stderr=self.slave, env=environment(LINES=str(self._lines)),
-            start_new_session=True,
+            stdin=self.slave, stdout=self.slave, stderr=self.slave, env=environment(), start_new_session=True,
         )  # fmt: skip
         asyncio.get_running_loop().add_reader(self.master, self._read)
         return self
@@ -186,25 +182,15 @@ class OnTerminal:
         return status
 
 
-@pytest.mark.slow
-async def test_a_tall_terminal_shows_the_last_choices_too(proxy: TestServer) -> None:
-    async with OnTerminal(f"127.0.0.1:{proxy.port}", "--interval", "3600", lines=60) as top:
-        await top.shows("last choices")
-        assert "replica ▲" in top.screen
-
-
 async def test_keys_act_at_once_and_the_terminal_is_left_as_it_was(proxy: TestServer) -> None:
     async with OnTerminal(f"127.0.0.1:{proxy.port}", "--interval", "3600") as top:
         await top.shows("replica ▲")
         assert termios.tcgetattr(top.slave) != top.before
         top.press("s")
         await top.shows("state ▲")
-        top.press("e")
-        await top.shows("→ replica-1")
-        assert "last events" not in top.screen
         top.press("/another\x1b[A\r")
         await top.shows("filter: another  q quit")
-        assert "→" not in top.screen
+        assert "replica-1" not in top.screen
         top.press("\x1b?")
         await top.shows("sort the replicas by the next column")
         top.press("q")

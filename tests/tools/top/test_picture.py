@@ -14,7 +14,7 @@ from rich.cells import cell_len
 from rich.console import Console, RenderableType
 
 from llmproxy.tools.top.ask import AskError, ProxyAddress
-from llmproxy.tools.top.document import ClusterSeen, Document, Event, Explained, read
+from llmproxy.tools.top.document import ClusterSeen, Document, Event, read
 from llmproxy.tools.top.picture import HELP, duration, picture
 from llmproxy.tools.top.story import story
 from llmproxy.tools.top.view import COLUMNS, KEYS, View
@@ -148,9 +148,9 @@ def test_keys_sort_reverse_and_filter() -> None:
     for key in "/Bq\x7f\n":
         view.press(key)
     assert (order(view), view.quit) == (["b"], False)
-    for key in "/\x1bpeq":
+    for key in "/\x1bpq":
         view.press(key)
-    assert (view.filter, view.paused, view.choices, view.quit) == ("", True, True, True)
+    assert (view.filter, view.paused, view.quit) == ("", True, True)
     view = View()
     for key in "/b\n?p":
         view.press(key)
@@ -171,20 +171,6 @@ def test_a_filter_narrows_all_but_bands() -> None:
     assert "backend_up backend=replica-3" in text
     assert "replica-1" not in text
     assert "globex" not in text
-
-
-def test_choices_show_the_price_of_each_candidate() -> None:
-    (choice,) = found("story.json")["choices"]
-    choice["candidates"][2] |= {"fits": False, "price": "1.25 s = slot 1.25"}
-    explained = read({"pools": [{"choices": [choice]}]}, Explained)
-    lines = drawn(picture(live(), View(choices=True), 80, choices=explained))
-    titles = lines.index(next(line for line in lines if line.startswith("last choices")))
-    assert lines[titles + 1].startswith(f"{choice['request']}: ")
-    assert [line[:12] for line in lines[titles + 2 :]] == ["→ replica-1:", "  replica-3:", "× replica-2:"]
-    assert lines[-1].rstrip() == "× replica-2: 1.25 s = slot 1.25"
-    assert lines[titles + 2].rstrip().endswith("…"), "a long price is cut"
-    nothing = drawn(picture(live(), View(filter="another", choices=True), 80, choices=explained))
-    assert choice["request"] not in "\n".join(nothing)
 
 
 def test_an_event_has_its_time_of_day_and_an_older_one_its_date() -> None:
@@ -211,21 +197,6 @@ def test_a_slow_replica_has_a_mark_and_refusals_have_their_outcome() -> None:
     assert "59 rejected_capacity, 2 expired" in " ".join(line.strip() for line in small)
     assert len(small) == 24
     assert max(map(cell_len, small)) <= 80
-
-
-def test_lines_that_are_left_show_the_last_choices() -> None:
-    (choice,) = found("story.json")["choices"]
-    explained = read({"pools": [{"choices": [choice | {"request": f"r{number}"} for number in range(20)]}]}, Explained)
-    lines = drawn(picture(live(), View(), 200, 60, choices=explained), 200)
-    (titles,) = (index for index, line in enumerate(lines) if line.startswith("last choices"))
-    assert len(lines) == 60
-    assert "" not in lines[titles:]
-    assert any("backend_up" in line for line in lines[:titles]), "they took the place of something"
-    assert lines[titles + 1].startswith("r0: ")
-    assert lines[-2].strip() == f"{80 - (58 - titles - 1)} more"
-    many = live(backends=tuple(replace(live().backends[0], backend=f"gpu-{n}") for n in range(60)))
-    assert "last choices" not in "\n".join(drawn(picture(many, View(), 200, 60, choices=explained), 200))
-    assert "r0: " not in "\n".join(drawn(picture(live(), View(help=True), 200, 60, choices=explained), 200))
 
 
 def test_another_document_is_refused() -> None:
