@@ -313,11 +313,14 @@ class ClientConnection(web.RequestHandler):
     ) -> tuple[web.StreamResponse, bool]:
         """Sends the rest of an answer.
 
-        Replaces two values that aiohttp would send in the head: the server's name and version, and the request's HTTP
-        version.
+        Closes the connection after a refusal that came before `100 Continue`: the client may send another request in
+        place of the body. Replaces two values that aiohttp would send in the head: the server's name and version, and
+        the request's HTTP version.
         """
         if type(resp) is SentResponse and not self._upgraded:
             return resp, False
+        if "expect" in request.headers and not request.content.is_eof():
+            resp.force_close()
         resp.headers.setdefault(*SERVER)
         if request.version != HttpVersion10:
             request._cache["version"] = HttpVersion11

@@ -131,11 +131,23 @@ async def test_a_body_beyond_the_limit(path: str) -> None:
         assert proxy.outcomes() == {"too_large": 2, "completed": 1}
 
 
-async def test_a_body_beyond_the_limit_is_refused_before_it_is_sent() -> None:
-    async with serving(FAST, body_bytes_max=1000) as proxy:
-        head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 99999999\r\n\r\n"
+@pytest.mark.parametrize(
+    ("status", "path", "fields"),
+    [
+        (413, CHAT, "content-length: 99999999"),
+        (415, CHAT, "content-length: 9\r\ncontent-encoding: gzip"),
+        (401, CHAT, "content-length: 9\r\nauthorization: Bearer wrong"),
+        (404, "/nothing", "transfer-encoding: chunked"),
+    ],
+)
+async def test_a_refusal_before_the_body_closes_the_connection(status: int, path: str, fields: str) -> None:
+    """The client may send another request in place of the body."""
+    async with serving(FAST, body_bytes_max=1000, api_keys=["key"]) as proxy:
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\nx-api-key: key\r\nexpect: 100-continue\r\n{fields}\r\n\r\n"
         async with proxy.wire(head.encode()) as (reader, _):
-            assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
+            answer = await reader.readuntil(b"\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 %d " % status)
+        assert b"\r\nconnection: close\r\n" in answer.lower()
 
 
 async def test_a_request_id_that_does_not_fit_is_replaced(log: io.StringIO, proxy: ProxyUnderTest) -> None:
