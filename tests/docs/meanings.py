@@ -79,7 +79,7 @@ METRICS = {
 
 OUTCOMES = {
     "completed": "The answer was sent to its end. The status is the backend's own.",
-    "bad_request": "The request is wrong. 404, 405, 408, 409, 415, 417, 426, 431, 501 and 505 are used where they are more exact.",
+    "bad_request": "The request is wrong. 403, 404, 405, 408, 409, 415, 417, 426, 431, 501 and 505 are used where they are more exact.",
     "unauthorized": "The key is missing, unknown or expired.",
     "unknown_model": "No backend serves this model, or the tenant may not use it.",
     "too_large": "The body is larger than `body_bytes_max`.",

@@ -47,6 +47,16 @@ async def test_leaving_before_the_first_byte(body: object) -> None:
         assert proxy.outcomes() == {"cancelled": 1}
 
 
+async def test_a_client_that_closes_its_sending_side_counts_as_gone() -> None:
+    async with serving(FAST) as proxy:
+        async with proxy.wire(raw_post(ENDLESS)) as (reader, writer):
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+            writer.write_eof()
+            await until(lambda: proxy.replicas[0].in_flight == 0)
+        await proxy.settled()
+        assert proxy.outcomes() == {"cancelled": 1}
+
+
 async def test_leaving_in_mid_stream_stops_the_engine() -> None:
     async with serving(FAST) as proxy:
         replica = proxy.replicas[0]
