@@ -9,7 +9,6 @@ import ssl
 import sys
 from collections.abc import Mapping
 from functools import lru_cache, partial
-from operator import attrgetter
 from typing import Self
 
 import aiohappyeyeballs
@@ -53,6 +52,8 @@ class HttpUpstream:
         self._endpoints = endpoints or Endpoints()
         self._connections_max = connections_max
         self._connections: set[BackendConnection] = set()
+        self._connecting = 0  # How many connections are being opened.
+        self._replaced: set[BackendConnection] = set()  # Closed to make room, and not counted. They have not ended yet.
         # The last connection of a list is the most recently used and is used first, so the others time out when they
         # are not needed. The TLS settings are in the key, so a connection with outdated settings is not reused.
         self._idle: dict[_Destination, list[BackendConnection]] = {}
@@ -72,7 +73,7 @@ class HttpUpstream:
             self._sweep.cancel()
         for connection in list(self._connections):
             connection.abort()
-        if self._connections:
+        if self._connections or self._replaced:
             # Transports report their end in a later turn of the loop.
             self._closed = asyncio.get_running_loop().create_future()
             await self._closed
@@ -103,12 +104,11 @@ class HttpUpstream:
         context = None
         if url.scheme == "https":
             context = peer.context if peer is not None else ssl.create_default_context()
-        if len(self._connections) >= self._connections_max:
-            oldest = [idle[0] for idle in self._idle.values() if idle]
-            if oldest:
-                min(oldest, key=attrgetter("free_since_s")).abort()
+        if len(self._connections) + self._connecting >= self._connections_max:
+            self._make_room()
         name = (peer.server_name if peer is not None else None) or url.host
         found: list[aiohappyeyeballs.AddrInfoType] = []
+        self._connecting += 1
         try:
             async with asyncio.timeout(timeout_s):
                 found = await self._endpoints.resolver.connectable(url.raw_host or "", url.port or 80)
@@ -128,6 +128,8 @@ class HttpUpstream:
             detail = f"{base_url}: {_in_words(error) or f'no connection within {timeout_s:g} s'}"
             lack = errno_reason(error) if found else "the name of the backend does not resolve"
             raise LocalFailure(lack, detail) if lack is not None else ConnectFailed(detail) from error
+        finally:
+            self._connecting -= 1
         self._connections.add(connection)
         return connection
 
@@ -143,6 +145,15 @@ class HttpUpstream:
             connection.abort()
         return None
 
+    def _make_room(self) -> None:
+        """Closes the connection that has been idle for longest. It no longer counts, although it ends a turn later."""
+        every = [idle for idle in self._idle.values() if idle]
+        if every:
+            oldest = min(every, key=lambda idle: idle[0].free_since_s).pop(0)
+            self._connections.discard(oldest)
+            self._replaced.add(oldest)
+            oldest.abort()
+
     def _freed(self, to: _Destination, connection: BackendConnection) -> None:
         loop = asyncio.get_running_loop()
         connection.free_since_s = loop.time()
@@ -152,7 +163,8 @@ class HttpUpstream:
 
     def _lost(self, to: _Destination, connection: BackendConnection) -> None:
         self._connections.discard(connection)
-        if self._closed is not None and not self._connections and not self._closed.done():
+        self._replaced.discard(connection)
+        if self._closed is not None and not (self._connections or self._replaced or self._closed.done()):
             self._closed.set_result(None)
         idle = self._idle.get(to)
         if idle and connection in idle:

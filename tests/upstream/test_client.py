@@ -289,6 +289,18 @@ async def test_idle_connections_make_room_the_oldest_first(server: RawServer) ->
     assert (reused, len(server.peers)) == ([True, True], 3)
 
 
+@pytest.mark.parametrize("idle", [2, 3])
+async def test_each_connection_of_a_burst_makes_room(idle: int, server: RawServer) -> None:
+    server.script = answering(OK)
+    urls = [f"{server.url}/{i}" for i in range(6)]
+    async with HttpUpstream(connections_max=3) as upstream, asyncio.timeout(WAIT_MAX_S):
+        for url in urls[:idle]:
+            await read_all(await post(upstream, url))
+        burst = await asyncio.gather(*(post(upstream, url) for url in urls[3:]))
+        assert len(server.peers) == idle + len(burst)
+        assert [(await post(upstream, url)).reused for url in reversed(urls[:idle])] == [False] * idle
+
+
 async def test_a_kept_connection_is_not_used_after_a_change_of_trust(server: RawServer) -> None:
     server.script = answering(OK)
     endpoints = Endpoints()
