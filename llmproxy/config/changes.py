@@ -161,10 +161,18 @@ def in_force(config: Config) -> list[SettingInForce]:
 
 def origins_in_force(old: Config, new: Config) -> dict[Place, str]:
     """Returns the origins of `new`. A value of `old` that stays in force until a restart keeps its origin."""
-    was = dict(_settings(old, "", (), old.origins))
-    now = _settings(new, "", (), new.origins)
-    kept = {place: was[place].origin for place, one in now if one.restart and was.get(place, one).value != one.value}
+    was, now = _of_the_start(old), _of_the_start(new)
+    kept = {place: was[place].origin for place, one in now.items() if was.get(place, one).value != one.value}
     return {**new.origins, **kept}
+
+
+def _of_the_start(config: Config) -> dict[Place, SettingInForce]:
+    """Returns the settings that need a restart. Skips all other sections, because there may be thousands of tenants."""
+    found: dict[Place, SettingInForce] = {}
+    for name in {key.partition(".")[0] for key in NEEDS_RESTART}:
+        below = _settings(getattr(config, name), name, (name,), config.origins, name in config.model_fields_set)
+        found |= {place: one for place, one in below if one.restart}
+    return found
 
 
 def _settings(

@@ -116,9 +116,7 @@ class Reloader:
         async with self._turn:
             self._watched.take()
             try:
-                new = await asyncio.to_thread(self._read)
-                found = changes_between(self._config, new)
-                config = with_reloadable(self._config, new).with_origins(origins_in_force(self._config, new))
+                config, found = await asyncio.to_thread(self._compared)
                 self._apply(config)
             except ConfigError as error:
                 for problem in error.problems:
@@ -135,6 +133,14 @@ class Reloader:
                 _log.warning("needs_a_restart", change=str(change))
             _log.info("reloaded", cause=cause, changes=len(changes), needs_restart=len(needs_restart))
             return Reloaded(changes, needs_restart)
+
+    def _compared(self) -> tuple[Config, list[Change]]:
+        """Reads the configuration, and returns it as a reload may apply it, with its changes. Runs on another thread,
+        because this takes long with thousands of tenants.
+        """
+        new = self._read()
+        config = with_reloadable(self._config, new).with_origins(origins_in_force(self._config, new))
+        return config, changes_between(self._config, new)
 
     async def watch(self) -> None:
         """Reloads whenever the file has changed, until cancelled."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from llmproxy.config import (
     ConfigError,
     Override,
     WatchedFile,
+    changes,
     changes_between,
     hash_of,
     load,
@@ -22,6 +24,7 @@ from llmproxy.config import (
 )
 from llmproxy.config.changes import NEEDS_RESTART, SECRET, in_force, origins_in_force
 from llmproxy.config.keys import leaves, sections_in
+from llmproxy.config.reload import Reloader, Reread
 from llmproxy.config.schema.section import Section
 from tests import ROOT
 
@@ -111,6 +114,42 @@ def test_a_value_that_needs_a_restart_keeps_its_origin() -> None:
         assert shown["workers"] == ("1", "default")
         assert shown["queue.max_wait_s"] == ("2.0", "file:3")
     assert new.origins["port",] == "file:1"
+
+
+async def test_a_reload_compares_on_another_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: set[int] = set()
+
+    def noted(value: Any) -> str:
+        threads.add(get_ident())
+        return str(value)
+
+    monkeypatch.setattr(changes, "value_text", noted)
+    new = config(port=2, queue={"max_wait_s": 2.0})
+    applied: list[Config] = []
+    reloader = Reloader(
+        config(port=1), Reread(WatchedFile(tmp_path / "c.yaml"), lambda: new), applied.append, lambda _: None
+    )
+    await reloader.reload("test")
+    assert applied == [config(port=1, queue={"max_wait_s": 2.0})]
+    assert threads
+    assert get_ident() not in threads
+
+
+def test_tenants_add_no_work_to_the_origins_of_values_that_need_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+
+    def noted(value: Any) -> str:
+        shown.append(str(value))
+        return shown[-1]
+
+    monkeypatch.setattr(changes, "value_text", noted)
+    works = []
+    for tenants in (0, 9):
+        many = config(tenants=[{"name": f"t{i}", "keys": [hash_of(f"k{i}")]} for i in range(tenants)])
+        origins_in_force(many, many)
+        works.append(len(shown))
+        shown.clear()
+    assert works[0] == works[1] > 0
 
 
 def test_only_written_values_come_from_a_file_or_a_flag(tmp_path: Path) -> None:
