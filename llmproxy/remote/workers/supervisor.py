@@ -200,19 +200,24 @@ class WorkerSupervisor:
         session.link.send(self._shutdown)
 
     async def _restart(self, slot: int) -> None:
-        """Restarts the worker of one slot whenever it ends, until the proxy shuts down."""
+        """Restarts the worker of one slot whenever it ends, until the sockets are closed. During a drain, connections
+        would wait in the socket of a dead worker.
+        """
         began_s, pause_s = self._loop.time(), 0.0
         while True:
             session, process = self._sessions[slot], self._processes[slot]
             await session.gone.wait()
             code = await _ended(process)
-            if self._ending or self._leaving:
+            if self._ending:
                 return
             pause_s = 0.0 if self._loop.time() - began_s >= LIVED_S else _longer(pause_s)
-            _log.error("worker_lost", pid=process.pid, exit_code=code, requests=session.cut, again_in_s=pause_s)
+            again_in_s = None if self._closed else pause_s
+            _log.error("worker_lost", pid=process.pid, exit_code=code, requests=session.cut, again_in_s=again_in_s)
             self._metrics.worker_lost()
             while True:
                 await asyncio.sleep(pause_s)
+                if self._ending or self._closed:
+                    return
                 began_s = self._loop.time()
                 try:
                     await self._begin(slot)

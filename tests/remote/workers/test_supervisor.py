@@ -11,6 +11,7 @@ from typing import cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from llmproxy.config import BackendConfig, Config, ConfigError
 from llmproxy.core.domain import Usage
@@ -267,3 +268,33 @@ async def test_a_worker_that_dies_early_restarts_after_longer_pauses() -> None:
     # Dead at once: 0.5 s. Dead at once again: 1 s. Not even started: 2 s. Dead at once: 4 s. After a minute: no pause.
     assert begun_s == [0.0, 0.5, 1.5, 3.5, 7.5, 67.5]
     assert rig.events.lost == 4, "a worker that was not started was not lost"
+
+
+@virtual
+@pytest.mark.parametrize("closed", [False, True], ids=["while-it-still-accepts", "with-closed-sockets"])
+async def test_a_worker_that_dies_in_the_shutdown_is_counted_and_replaced_while_the_proxy_accepts(closed: bool) -> None:
+    rig = Supervised(count=1)
+    supervisor = rig.supervisor
+    begun: list[int] = []
+
+    async def begin(slot: int) -> None:
+        begun.append(slot)
+        supervisor._ending = True
+        supervisor._sessions[slot] = RecordingSession(supervisor)
+        supervisor._sessions[slot].gone.set()
+
+    async def ended(_: object) -> int:
+        return -9
+
+    supervisor._begin = begin  # type: ignore[method-assign]
+    supervisor._processes[0] = Mortal()  # type: ignore[assignment]
+    supervisor.begin_shutdown()
+    if closed:
+        await supervisor.close_sockets()
+    rig.sessions[0].gone.set()
+    with pytest.MonkeyPatch.context() as patch, capture_logs() as lines:
+        patch.setattr("llmproxy.remote.workers.supervisor._ended", ended)
+        await supervisor._restart(0)
+    assert begun == ([] if closed else [0])
+    assert rig.events.lost == 1
+    assert [(line["event"], line["again_in_s"]) for line in lines] == [("worker_lost", None if closed else 0.5)]
