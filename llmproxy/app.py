@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -162,12 +162,13 @@ class Proxy:
         else:
             self.leasing.drain(finish_waiting=self.config.drain_queued == "finish")
         try:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self.config.drain_timeout_s):
-                    await self.front.wait_idle()
+            async with asyncio.timeout(self.config.drain_timeout_s):
+                await self.front.wait_idle()
+        except TimeoutError:
+            return False
         finally:
             self.leasing.drain()
-        return self.open_requests == 0
+        return True
 
     async def hand_over(self) -> None:
         """Serves the open connections to their end, while a successor accepts new connections.

@@ -91,7 +91,9 @@ async def _serve(config: Config, reread: Reread | None) -> int:
             early_signals.send_again()
             await signals.over.wait()
             finished = await _shut_down(proxy, signals)
-            _log.info("stopped", all_requests_finished=finished, cut=proxy.open_requests)
+            # A worker does not report a request before it has its body.
+            cut = proxy.open_requests or int(not finished)
+            _log.info("stopped", all_requests_finished=finished, cut=cut)
     except ConfigError as error:
         for problem in error.problems:
             _log.error("cannot_start", problem=problem)
@@ -129,5 +131,5 @@ async def _shut_down(proxy: Proxy, signals: ProcessSignals) -> bool:
             _log.info("leaving", requests=proxy.open_requests, delay_s=config.drain_delay_s)
             await ended_before(signals.cut, asyncio.sleep(config.drain_delay_s))
     _log.info("draining", requests=proxy.open_requests, timeout_s=config.drain_timeout_s)
-    await ended_before(signals.cut, proxy.drain())
-    return proxy.open_requests == 0
+    drain = asyncio.ensure_future(proxy.drain())
+    return drain.result() if await ended_before(signals.cut, drain) else proxy.open_requests == 0

@@ -314,12 +314,8 @@ class WorkerSupervisor:
 
     @property
     def open_requests(self) -> int:
-        """The number of open requests; at least 1 for a worker that shuts down and is not idle yet."""
-        shuts_down = self._shutdown.draining or self._shutdown.closed
-        return sum(
-            session.server.open_requests or (shuts_down and not session.idle.is_set())
-            for session in self._sessions.values()
-        )
+        """The number of open requests that workers have reported. They report a request after its body."""
+        return sum(session.server.open_requests for session in self._sessions.values())
 
     @property
     def buffered_bytes(self) -> int:

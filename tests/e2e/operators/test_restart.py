@@ -160,6 +160,18 @@ async def test_a_drain_delay_keeps_serving_while_not_ready(
         assert await process.ended() == 0, "nobody was cut"
 
 
+async def test_a_second_signal_cuts_nobody_where_workers_have_no_requests(backend: Replica, tmp_path: Path) -> None:
+    arguments = ("--port", "0", "--workers", "2", "--drain-delay-s", "600", backend.url)
+    async with served(tmp_path / "log", *arguments) as process:
+        await process.url()
+        process.process.send_signal(signal.SIGTERM)
+        await process.event("leaving")
+        process.process.send_signal(signal.SIGTERM)
+        assert await process.ended() == 0
+        [stopped] = process.events("stopped")
+        assert (stopped["all_requests_finished"], stopped["cut"]) == (True, 0)
+
+
 # --- a successor ------------------------------------------------------------------------------------------------------
 
 

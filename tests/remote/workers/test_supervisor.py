@@ -160,9 +160,7 @@ async def test_each_step_of_the_shutdown_is_sent() -> None:
         messages.ShutdownState(leaving=True, draining=True),
         messages.ShutdownState(leaving=True, draining=True, granting=False),
     ]
-    assert supervisor.open_requests == 2, "neither worker has said that it is idle"
-    session.idle.set()
-    assert supervisor.open_requests == 1
+    assert supervisor.open_requests == 0, "a worker that has not said yet that it is idle may have no request"
 
 
 @virtual
