@@ -114,9 +114,6 @@ class PollCounter(BackendObserver):
 
     troubled = unread
 
-    def removed(self, backend: str) -> None:
-        self._metrics.forget_backend(backend)
-
 
 class BackendLog(BackendObserver):
     """Logs changes of backends, and sets `all_polled` when each backend of `expect` has been polled once."""

@@ -20,7 +20,7 @@ from llmproxy.core.scaling.need import Need
 from llmproxy.observe import logs
 from llmproxy.observe.exit import UNKNOWN_MODEL
 from llmproxy.observe.exit_fields import exit_recorder
-from llmproxy.observe.series import Counts, Distributions, SeriesCollector
+from llmproxy.observe.series import SeriesCollector
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -116,11 +116,19 @@ _BACKEND_GAUGES: tuple[tuple[str, str, Callable[[BackendState], float | None]], 
 
 
 class _LiveCollector(Collector):
-    def __init__(self, state: Callable[[], LiveState]) -> None:
+    """Exports the gauges. Also drops the series of removed backends: each new address would add some without end.
+
+    They are not dropped at the removal, because the records of the last requests come later.
+    """
+
+    def __init__(self, state: Callable[[], LiveState], series: SeriesCollector) -> None:
         self._state = state
+        self._series = series
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        return _gauges(self._state())
+        state = self._state()
+        self._series.keep("backend", {one.backend for one in state.backends})
+        return _gauges(state)
 
     def describe(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         # Registering asks for the names, and the state may not exist yet at that time.
@@ -288,6 +296,8 @@ class Metrics:
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = registry = CollectorRegistry()
         series = SeriesCollector()
+        # First, because it drops series.
+        registry.register(_LiveCollector(state, series))
         self._counts = {
             name: series.counter(f"llmproxy_{name}", text, *labels.split()) for name, labels, text in _COUNTERS
         }
@@ -298,9 +308,9 @@ class Metrics:
         # Gets the seconds of each scheduling pass.
         self.decided = distributions["decision_seconds"][()].observe
         self._starts, self._pool = distributions["replica_start_seconds"], Capped()
-        self._series: dict[str, Counts | Distributions] = {**self._counts, **distributions}
-        self.record = exit_recorder(self._series, Capped(UNKNOWN_MODEL), Capped())
+        self.record = exit_recorder({**self._counts, **distributions}, Capped(UNKNOWN_MODEL), Capped())
         """Count one finished request. Called exactly once for each request."""
+        registry.register(series)
         # These are counters of the library, because the threads of the decision log and of the spans change them too.
         self._decisions_lost = Counter(
             "llmproxy_decision_log_lines_lost_total", "Lines that the decision log could not take.", registry=registry
@@ -314,10 +324,8 @@ class Metrics:
             "llmproxy_config_last_reload_successful", "1 if the last reload was successful.", registry=registry
         )
         self._reload_ok.set(1)
-        registry.register(series)
         info = Gauge("llmproxy_build_info", "Always 1; the version is in the label.", ["version"], registry=registry)
         info.labels(__version__).set(1)
-        registry.register(_LiveCollector(state))
         ProcessCollector(registry=registry)
 
     def attempted(self, backend: str, verdict: Verdict) -> None:
@@ -344,12 +352,6 @@ class Metrics:
     def source_queried(self, source: str, ok: bool) -> None:
         """Counts a query of a source of backends. `ok`: whether the source answered."""
         self._counts["discovery_lookups_total"][source, _result(ok)] += 1
-
-    def forget_backend(self, backend: str) -> None:
-        """Drops the series of a removed backend. Otherwise each new address would add series without end."""
-        for series in self._series.values():
-            for labels in [labels for labels in series if series.labels[:1] == ("backend",) and labels[0] == backend]:
-                del series[labels]
 
     def worker_lost(self) -> None:
         self._counts["workers_lost_total"][()] += 1

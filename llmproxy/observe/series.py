@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from itertools import accumulate
 from math import inf
 
@@ -97,6 +97,13 @@ class SeriesCollector(Collector):
     def distribution(self, name: str, text: str, bounds: tuple[float, ...], *labels: str) -> Distributions:
         self._series.append(made := Distributions(name, text, bounds, labels))
         return made
+
+    def keep(self, label: str, values: Set[str]) -> None:
+        """Drops the series with a first label `label` whose value is not in `values`."""
+        for series in self._series:
+            if series.labels[:1] == (label,):
+                for gone in [labels for labels in series if labels[0] not in values]:
+                    del series[gone]
 
     def collect(self) -> Iterator[Metric]:
         for series in self._series:

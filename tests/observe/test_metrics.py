@@ -52,8 +52,10 @@ def metrics() -> Metrics:
 
 def test_expected_and_cached_tokens_are_counted_beside_each_other(metrics: Metrics) -> None:
     for expected, cached in ((100, 60), (30, 80), (None, 50), (50, None)):
-        metrics.record(changed(SERVED, backend="a", expected_cached_tokens=expected, cached_tokens=cached))
-    counted = [value(metrics, "prefix_tokens_total", backend="a", kind=kind) for kind in ("expected", "cached", "both")]
+        metrics.record(changed(SERVED, backend="gpu-0", expected_cached_tokens=expected, cached_tokens=cached))
+    counted = [
+        value(metrics, "prefix_tokens_total", backend="gpu-0", kind=kind) for kind in ("expected", "cached", "both")
+    ]
     assert counted == [130, 140, 90]
 
 
@@ -75,11 +77,11 @@ def test_a_served_stream_is_counted_everywhere_once(metrics: Metrics) -> None:
 def test_negative_token_counts_turn_no_counter_back(metrics: Metrics) -> None:
     negative: dict[str, Any] = {"prompt_tokens": -1, "cached_tokens": -1, "output_tokens": -1}
     for change in ({}, negative):
-        metrics.record(changed(SERVED, backend="a", tenant="acme", expected_cached_tokens=5, **change))
+        metrics.record(changed(SERVED, backend="gpu-0", tenant="acme", expected_cached_tokens=5, **change))
     for direction, tokens in (("input", 10), ("cached", 4), ("output", 11)):
         assert value(metrics, "tokens_total", direction=direction, model="m") == tokens
         assert value(metrics, "tenant_tokens_total", tenant="acme", direction=direction) == tokens
-    assert value(metrics, "prefix_tokens_total", backend="a", kind="cached") == 4
+    assert value(metrics, "prefix_tokens_total", backend="gpu-0", kind="cached") == 4
 
 
 @pytest.mark.parametrize(("attempts", "preemptions", "retries"), [(3, 1, 1), (2, 2, 0), (1, 1, 0)])
@@ -322,6 +324,20 @@ def test_a_backend_without_a_reading_has_no_reading(metrics: Metrics) -> None:
     for name in ("running", "waiting", "kv_used", "reading_age_seconds"):
         assert value(metrics, f"backend_{name}", backend="gpu-1") is None
     assert value(metrics, "in_flight_requests", backend="gpu-1") == 0
+
+
+def test_the_series_of_a_removed_backend_end_although_records_come_later() -> None:
+    states = [LiveState(), STATE]
+    metrics = Metrics(lambda: states[-1])
+    metrics.record(PREDICTED)
+    assert b'llmproxy_prediction_seconds_total{backend="gpu-0"' in metrics.page()
+    states.pop()
+    metrics.page()
+    metrics.attempted("gpu-0", Verdict.SERVED)
+    metrics.poll_failed("gpu-0", Trouble.REFUSED)
+    metrics.record(PREDICTED)
+    assert b"gpu-0" not in metrics.page()
+    assert b"llmproxy_requests_total{" in metrics.page()
 
 
 def test_attempts_polls_and_decisions_are_counted(metrics: Metrics) -> None:
