@@ -60,7 +60,6 @@ from llmproxy.remote.cluster.pages import MemberPages, bounded, cluster_status
 from llmproxy.remote.pages import answer_page
 from llmproxy.remote.workers.supervisor import WorkerSupervisor
 from llmproxy.scheduling.dispatcher import Dispatcher
-from llmproxy.scheduling.shared_limits import SharedLimits
 from llmproxy.upstream.client import HttpUpstream
 from llmproxy.upstream.endpoints import Endpoints
 from llmproxy.upstream.tls import peers_tls
@@ -92,7 +91,6 @@ class Proxy:
     reloader: Reloader | None = None
     supervisor: WorkerSupervisor | None = None
     cluster: Cluster | None = None
-    limits: SharedLimits | None = None
 
     @property
     def config(self) -> Config:
@@ -201,17 +199,12 @@ async def running(
     _check(config)
     sockets = sockets or Sockets()
     async with AsyncExitStack() as stack:
-        limits = SharedLimits.from_config(config)
-        if limits is not None:
-            stack.push_async_callback(limits.close)
-            await limits.connect()
-            await stack.enter_async_context(background_task(limits.run, "shared limits"))
         settings, rng = settings_of(config), Random(config.scheduling.seed)
-        pools = Pools(settings, {}, _aliases(config), partial(make, settings.placement, rng), limits)
+        pools = Pools(settings, {}, _aliases(config), partial(make, settings.placement, rng))
         backend_log = BackendLog(pools)
         endpoints = Endpoints()
         stack.push_async_callback(endpoints.close)
-        proxy = await _build(stack, config, reread, pools, limits, backend_log, endpoints, usage_folder)
+        proxy = await _build(stack, config, reread, pools, backend_log, endpoints, usage_folder)
         backend_log.expect(backend.name for backend in _configured(config) if not backend.is_external)
         proxy.registry.drain_on_join(drained)
         if state is not None:
@@ -253,7 +246,6 @@ async def _build(
     config: Config,
     reread: Reread | None,
     pools: Pools,
-    limits: SharedLimits | None,
     backend_log: BackendLog,
     endpoints: Endpoints,
     usage_folder: Path | None,
@@ -265,8 +257,7 @@ async def _build(
     """
     now = asyncio.get_running_loop().time
     metrics = Metrics(lambda: _live_state(proxy, now()))
-    reserve = None if limits is None else limits.reserve
-    dispatcher = Dispatcher(pools, on_decision=metrics.decided, on_ejection=backend_log.health_changed, reserve=reserve)
+    dispatcher = Dispatcher(pools, on_decision=metrics.decided, on_ejection=backend_log.health_changed)
     upstream = await stack.enter_async_context(HttpUpstream(endpoints, connections_max()))
     # Polls use separate connections, so that a request to a dead machine opens a new one. This fails before any byte is
     # sent, and the request can go to another backend without risk.
@@ -312,7 +303,6 @@ async def _build(
         gateway, pools, dispatcher, leasing, metrics, exits, registry, keeper, backend_discovery, admin_pages,
         clients, recorder,
     )  # fmt: skip
-    proxy.limits = limits
     if reread is not None:
         proxy.reloader = Reloader(config, reread, combined.take, metrics.reloaded)
     proxy.scale = ScalePages(pools, registry.statuses, now)
@@ -458,5 +448,4 @@ def _live_state(proxy: Proxy, now: float) -> LiveState:
     return LiveState(
         queues, pools.blocked(), backends, body_bytes, pools.work_s(now), dispatcher.inversions, needs,
         None if cluster is None else cluster.state(),
-        None if proxy.limits is None else proxy.limits.away is None,
     )  # fmt: skip

@@ -21,7 +21,6 @@ NEEDS_RESTART = frozenset(
         *(f"clients.{key}" for key in ClientsConfig.model_fields if key != "allowed_origins"),
         "tls",
         "cluster",
-        "shared_limits",
         "decision_log",
         "decision_log_sample",
         "tracing",
@@ -41,9 +40,7 @@ NEEDS_RESTART = frozenset(
     }
 )
 """Keys and sections that are read only when the proxy starts."""
-SECRET = frozenset(
-    {"api_keys", "backend_api_key", "admin_key", "api_key", "keys", "hash", "lock", "store", "cache_salt"}
-)
+SECRET = frozenset({"api_keys", "backend_api_key", "admin_key", "api_key", "keys", "hash", "lock", "cache_salt"})
 """Keys whose values are never logged, not even as hashes."""
 TEXT_CHARS_MAX = 200
 DEFAULT = "default"

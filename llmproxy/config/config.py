@@ -26,7 +26,6 @@ from llmproxy.config.schema.process import (
     AdminConfig,
     ClientsConfig,
     ClusterConfig,
-    SharedLimitsConfig,
     TlsConfig,
     UsageConfig,
 )
@@ -132,8 +131,6 @@ class Config(Section):
     """Several proxies that share one queue and all limits, because one of them schedules the requests of all."""
     bands: dict[str, Integer] = Field(default_factory=dict, examples=[{"urgent": 50}])
     """Further bands, beside critical 100, default 0 and sheddable -100. Larger integers go first."""
-    shared_limits: SharedLimitsConfig = SharedLimitsConfig()
-    """Rate limits that several proxies enforce together."""
     models: tuple[ModelConfig, ...] = ()
     """Settings of model names that clients request. A name without settings needs no entry."""
     objectives: tuple[ObjectiveConfig, ...] = ()
@@ -317,9 +314,6 @@ class Config(Section):
         if self.forward_credentials and self.needs_key():
             reason = "would send the keys of this proxy to every backend; set backend_api_key for the backends"
             report([(("forward_credentials",), reason)])
-        if self.cluster.listen is not None and self.shared_limits.store is not None:
-            reason = "has no effect beside cluster.listen: limits already hold for all members together; leave it out"
-            report([(("shared_limits", "store"), reason)])
         return self
 
     def __setstate__(self, state: dict[Any, Any]) -> None:

@@ -142,11 +142,6 @@ def counts_cost(config: Config) -> bool:
     return bool(config.plugins) or chosen.fairness == "fair_share" or bool(chosen.min_shares)
 
 
-def is_rated(config: Config) -> bool:
-    limits = [one.limits for one in config.tenants] + [one.limits for one in config.models]
-    return any(one.requests_per_min is not None or one.tokens_per_min is not None for one in limits)
-
-
 def others_may_come(config: Config) -> bool:
     """Returns whether discovery may add backends with other roles, from a file or from pod labels."""
     return config.discovery.file is not None or any(one.url.startswith(KUBERNETES) for one in config.backends)

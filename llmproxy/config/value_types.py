@@ -29,7 +29,6 @@ AUTO_SALT = "auto"
 AUTO_TRUST = "auto"
 DISAGGREGATION = ("auto", "always", "never")
 SALT_CHARS_MIN = 16
-CLOSED = "closed"
 
 
 class TypeName(str):
@@ -244,17 +243,14 @@ def time_zone_of(value: str) -> str:
 
 def lock_of(value: str) -> str:
     """Validates `kubernetes`, or the URL of a Valkey or Redis server."""
-    return value if value == "kubernetes" else store_of(value, "kubernetes")
-
-
-def store_of(value: str, *others: str) -> str:
-    """Validates the URL of a Valkey or Redis server. `others` are further allowed values, for the message."""
+    if value == "kubernetes":
+        return value
     scheme, found, _ = value.partition("://")
     if not found or scheme not in _STORE_SCHEMES:
-        near = nearest(scheme, (*others, *_STORE_SCHEMES))
-        near += "" if near in others else "://"
-        *first, last = [*others, "valkey://HOST:PORT", "valkeys://HOST:PORT with TLS"]
-        raise ValueError(f'should be {", ".join(first)}{"," if others else ""} or {last} (nearest: "{near}")')
+        near = nearest(scheme, ("kubernetes", *_STORE_SCHEMES))
+        near += "" if near == "kubernetes" else "://"
+        allowed = "kubernetes, valkey://HOST:PORT, or valkeys://HOST:PORT with TLS"
+        raise ValueError(f'should be {allowed} (nearest: "{near}")')
     # A message must not repeat the URL, because there may be a password in it.
     try:
         parts = urlsplit(value)
@@ -263,13 +259,6 @@ def store_of(value: str, *others: str) -> str:
         named = False
     if not named:
         raise ValueError("should name a host, and no port but a number")
-    return value
-
-
-def failure_of(value: str) -> str:
-    """Returns a value of `on_failure`, `closed` or 1/N. Raises ValueError for other text."""
-    if value != CLOSED and not re.fullmatch(r"1/([2-9]|[1-9][0-9]{1,5})", value):
-        raise ValueError(f"{value!r} should be {CLOSED}, or 1/N where N proxies share the store, from 2 on")
     return value
 
 

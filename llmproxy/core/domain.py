@@ -38,7 +38,6 @@ class Outcome(StrEnum):
     REJECTED_NO_BACKENDS = "rejected_no_backends"
     REJECTED_DEADLINE = "rejected_deadline"
     RATE_LIMITED = "rate_limited"
-    REJECTED_LIMITS_UNAVAILABLE = "rejected_limits_unavailable"
     EXPIRED = "expired"
     EXPIRED_NO_BACKENDS = "expired_no_backends"
     SHED = "shed"

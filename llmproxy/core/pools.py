@@ -34,7 +34,7 @@ from llmproxy.core.placement.policy import Placement
 from llmproxy.core.policy_registry import Faults
 from llmproxy.core.queueing.admission import RETRY_EMPTY_S
 from llmproxy.core.queueing.occupancy import Occupancy
-from llmproxy.core.queueing.rate_limits import Rates, expected
+from llmproxy.core.queueing.rate_limits import expected
 from llmproxy.core.queueing.usage_limits import UsageLimits
 from llmproxy.core.scaling.need import Need
 from llmproxy.core.scaling.observer import Scaling, replica_facts
@@ -67,18 +67,17 @@ class Pools:
         backends: Mapping[str, int | None],
         aliases: Aliases,
         make_placement: Callable[[], Placement],
-        rates: Rates | None = None,
     ) -> None:
         """Creates the pools, which are empty until the first polls of `backends`.
 
         `backends` maps names to the configured `max_in_flight`; None to learn it. `make_placement` is called for each
-        new pool. Without `rates`, this process enforces the rate limits alone.
+        new pool.
         """
         self.settings = settings
         self._limit_divisor = 1
         self._make_placement = make_placement
         self._occupancy = Occupancy(settings.queue)
-        self.limits = UsageLimits(settings.limits, rates)
+        self.limits = UsageLimits(settings.limits)
         self.days = self.limits.days
         self._lease_serial = count(1)
         self.health_events: deque[tuple[str, EjectionEvent]] = deque(maxlen=HEALTH_EVENTS_MAX)

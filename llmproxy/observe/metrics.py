@@ -96,7 +96,6 @@ class LiveState:
     inversions: int = 0  # Priority inversions since the start.
     needs: Mapping[str, Need] = field(default_factory=dict)  # Pool -> needed replicas.
     cluster: ClusterState | None = None
-    limits_store_up: bool | None = None  # None if the limits are not shared.
 
 
 _BACKEND_GAUGES: tuple[tuple[str, str, Callable[[BackendState], float | None]], ...] = (
@@ -157,9 +156,6 @@ def _gauges(state: LiveState) -> Iterator[CounterMetricFamily | GaugeMetricFamil
     for one in state.backends:
         info.add_metric([one.backend, one.pool], 1)
     yield info
-    if state.limits_store_up is not None:
-        up_text = "1 while the store of shared limits answers."
-        yield GaugeMetricFamily("llmproxy_limits_store_up", up_text, value=state.limits_store_up)
     if state.cluster is not None:
         yield from _cluster(state.cluster)
 

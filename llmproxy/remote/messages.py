@@ -351,7 +351,7 @@ class Learned(Message, frozen=True, tag=51):
 
 
 class RateDebts(Message, frozen=True, tag=52):
-    """Changed debts of rate limits, for the next leader; see `Rates.debts`."""
+    """Changed debts of rate limits, for the next leader; see `RateLimits.debts`."""
 
     debts: tuple[tuple[str, str, float], ...]  # (Limit, kind, seconds until the limit has refilled).
 

@@ -1,1 +1,1 @@
-"""The asyncio side of scheduling: the dispatcher, leases, attempts, limits shared through Valkey."""
+"""The asyncio side of scheduling: the dispatcher, leases, attempts."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -64,8 +64,6 @@ class Dispatcher:
     on_left: Callable[[Request, Waited], None] = lambda *_: None
     # Called after backends, their models or the drain may have changed, before the next pass.
     on_change: list[Callable[[], None]] = field(default_factory=list)
-    # Awaited for each new request with limits. May raise Refused.
-    reserve: Callable[[Request], Awaitable[None]] | None = None
     draining: bool = False  # Whether the process shuts down.
     admitting: bool = True  # Whether new requests are admitted.
     # Whether waiting requests and further attempts still get leases; if False, they are refused.
@@ -101,8 +99,6 @@ class Dispatcher:
         `entry`: whether this is a new request or a further attempt. Raises Refused if the request is not admitted, or
         is dropped from the waiting room.
         """
-        if self.reserve is not None and request.limits and entry is AdmissionKind.NEW and self.admitting:
-            await self.reserve(request)
         if not self.granting or (entry is AdmissionKind.NEW and not self.admitting):
             raise shutting_down()
         loop = asyncio.get_running_loop()

@@ -143,8 +143,6 @@ OTHER_THAN_DEFAULT = {
     "cluster.advertise": "10.0.0.7:8090",
     "cluster.lock": "valkey://127.0.0.1:6379",
     "cluster.standalone_after_s": "7",
-    "shared_limits.store": "valkey://127.0.0.1:6379",
-    "shared_limits.on_failure": "1/3",
     "cluster.plaintext": "true",
     "admin_key": hash_of("k"),
     "forward_credentials": "true",

@@ -58,11 +58,6 @@ def warned(tmp_path: Path, text: str) -> list[str]:
             "1: scheduling.output_weight: no tokens are charged: fairness is fcfs,",
         ),
         ("decision_log_sample: 0.5", "1: decision_log_sample: there is no decision_log"),
-        ("shared_limits: {on_failure: 1/3}", "1: shared_limits.on_failure: there is no shared_limits.store"),
-        (
-            "shared_limits: {store: 'valkey://h'}\nmodels: [{name: m, limits: {in_flight: 1}}]",
-            "1: shared_limits.store: no tenant or model has requests_per_min or tokens_per_min",
-        ),
         (
             "scheduling: {placement: round_robin}\nbackends:\n- url: http://a\n  prompt_tokens: [1, 2]",
             "4: backends[0].prompt_tokens: placement is round_robin, not cost",
@@ -157,7 +152,6 @@ def test_setting_without_the_effect_that_it_seems_to_have_is_a_warning(tmp_path:
         "scheduling: {session: 'body:user', slo_window_s: 1}\nplugins: [json]\n",
         "decision_log: d.jsonl\ndecision_log_sample: 0.5\nadmin: {host: '::1', port: 9090}\n",
         "discovery: {dns_interval_s: 9}\n",
-        "shared_limits: {store: 'valkey://h', name: a}\nmodels: [{name: m, limits: {tokens_per_min: 1}}]\n",
         "backends: [{url: http://a, prompt_tokens: [1, 2]}]\n",
         "backends: ['dns+http://a']\ndiscovery: {dns_interval_s: 9, misses_before_removal: 9}\n",
     ],

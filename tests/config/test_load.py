@@ -317,8 +317,6 @@ OTHER_THAN_DEFAULT: dict[str, str | list[str]] = {
     "cluster.advertise": "10.0.0.7:8090",
     "cluster.lock": "valkey://127.0.0.1:6379",
     "cluster.standalone_after_s": "7.0",
-    "shared_limits.store": "valkey://127.0.0.1:6379",
-    "shared_limits.on_failure": "1/3",
     "admin.port": "9100",
     "timeouts.keep_alive_s": "15.0",
     "decision_log": "decisions.jsonl",
@@ -455,7 +453,6 @@ def test_prompt_range_is_read_unless_it_is_empty(tmp_path: Path) -> None:
 
 SECRETS = [
     "cluster: {listen: '127.0.0.1:1', lock: ['valkey://user:hush@store']}",
-    "shared_limits: {store: {a: 'valkey://user:hush@store'}}",
     "admin_key: [hush]",
     "backend_api_key: {a: hush}",
     "backends: [{url: 'http://a', api_key: [hush]}]",

@@ -32,7 +32,6 @@ OTHER_THAN_NULL = {
     "cluster.listen": "127.0.0.1:8090",
     "cluster.advertise": "10.0.0.7:8090",
     "cluster.lock": "valkey://127.0.0.1:6379",
-    "shared_limits.store": "valkey://127.0.0.1:6379",
     "queue.flow_bytes_max": "99999999",
 }
 """Where the text 7 is no value."""

@@ -32,7 +32,7 @@ TRACE = ("--trace", "gen:interactive_chat,rate=5", "--fleet", "1xllama-8b-h100")
 SIMULATE = ("simulate", *TRACE, *LOADS, "--policy", "cost", "--no-oracle", "--out", "out")
 BACKEND = "http://127.0.0.1:1"
 NEED_EXTRAS: dict[str, dict[str, Any]] = {
-    "valkey": {"backends": [BACKEND], "shared_limits": {"store": "valkey://127.0.0.1:1"}},
+    "valkey": {"backends": [BACKEND], "cluster": {"listen": "127.0.0.1:0", "lock": "valkey://127.0.0.1:1"}},
     "otel": {"backends": [BACKEND], "tracing": True},
     "srv": {"backends": ["srv+http://_http._tcp.vllm.invalid"]},
 }

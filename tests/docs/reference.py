@@ -72,7 +72,7 @@ def live_state() -> LiveState:
     return LiveState(
         queues=(QueueState("default", 1, 1),), blocked={"limit": 1}, backends=(backend,), work_s={"m": 1.0},
         cluster=ClusterState(leads=True, led=True, epoch=1, members=1, changes=1, gap_s=0.0, lock_away=False),
-        limits_store_up=True, needs={"m": need},
+        needs={"m": need},
     )  # fmt: skip
 
 

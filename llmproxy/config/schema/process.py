@@ -11,7 +11,6 @@ from llmproxy.config import idle
 from llmproxy.config.checks import Problem, report
 from llmproxy.config.schema.section import Section
 from llmproxy.config.value_types import (
-    CLOSED,
     Count,
     Integer,
     LockName,
@@ -20,11 +19,9 @@ from llmproxy.config.value_types import (
     Number,
     Origins,
     Seconds,
-    failure_of,
     host_and_port,
     is_loopback,
     lock_of,
-    store_of,
     time_zone_of,
 )
 
@@ -147,24 +144,3 @@ class ClusterConfig(Section):
             )
         report(problems)
         return self
-
-
-_WITH_STORE = idle.unless_given("shared_limits.store")
-
-
-class SharedLimitsConfig(Section):
-    store: Annotated[
-        Annotated[str, AfterValidator(store_of)] | None,
-        idle.unless(idle.is_rated, "no tenant or model has requests_per_min or tokens_per_min"),
-    ] = Field(default=None, examples=["valkey://valkey:6379"], repr=False)
-    """Store of the rates: valkey://HOST:PORT (Redis too). null: each proxy counts alone."""
-    name: Annotated[LockName, _WITH_STORE] = "llmproxy"
-    """Name that is part of the keys in the store. Proxies with the same name share their rates."""
-    on_failure: Annotated[str, AfterValidator(failure_of), _WITH_STORE] = Field(default=CLOSED, examples=["1/3"])
-    """Behaviour while the store is unreachable: closed (requests under a rate get 503), or 1/N (each of N proxies
-    applies this part of the rates)."""
-
-    @property
-    def proxies(self) -> int | None:
-        """The number of proxies that divide the limits if the store is unreachable; None if they refuse requests."""
-        return None if self.on_failure == CLOSED else int(self.on_failure.partition("/")[2])

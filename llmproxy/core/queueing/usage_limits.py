@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from llmproxy.core.domain import Refused, Request
 from llmproxy.core.queueing.day_budgets import DayBudgets
-from llmproxy.core.queueing.rate_limits import RateLimits, Rates
+from llmproxy.core.queueing.rate_limits import RateLimits
 from llmproxy.core.settings import UsageLimit
 
 UNBOUNDED_FREE = 64  # Maximum number of blocked requests that go back to their flows at once after a limit was removed.
@@ -25,11 +25,10 @@ class UsageLimits:
     learns when to retry instead of hanging.
     """
 
-    def __init__(self, limits: Mapping[str, UsageLimit], rates: Rates | None = None) -> None:
-        """Creates the limits. Without `rates`, this process enforces the rate limits alone."""
+    def __init__(self, limits: Mapping[str, UsageLimit]) -> None:
         self._uses = {name: _Use(limit.in_flight) for name, limit in limits.items()}
         self._limits = limits
-        self.rates = RateLimits(limits) if rates is None else rates
+        self.rates = RateLimits(limits)
         self.days = DayBudgets(limits)
         self._between: dict[str, Request] = {}
 

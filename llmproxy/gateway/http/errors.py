@@ -26,7 +26,6 @@ STATUS: dict[Outcome, int] = {
     Outcome.SHED: 429,
     Outcome.REJECTED_DEADLINE: 429,
     Outcome.RATE_LIMITED: 429,
-    Outcome.REJECTED_LIMITS_UNAVAILABLE: 503,
     Outcome.CANCELLED: 499,
     Outcome.CONNECT_FAILED: 502,
     Outcome.UPSTREAM_TIMEOUT: 504,

@@ -12,12 +12,11 @@ from llmproxy.lab.run.proxy import LabProxy
 from llmproxy.observe import logs
 from llmproxy.remote import messages
 from llmproxy.remote.cluster.cluster import Cluster
-from llmproxy.remote.cluster.election import Leadership
+from llmproxy.remote.cluster.election import Leadership, StoreError
 from llmproxy.remote.cluster.hand_over import MemberCallbacks
 from llmproxy.remote.cluster.leasing import ClusterLeasing
 from llmproxy.remote.messages import PROTOCOL, Drained, Hello, Learned
 from llmproxy.remote.server import Services
-from llmproxy.scheduling.valkey import StoreError
 
 LOCK_S = 4.0  # The default of `cluster.lock_s`.
 

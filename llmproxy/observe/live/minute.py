@@ -25,7 +25,6 @@ REFUSED = frozenset(
         Outcome.REJECTED_NO_BACKENDS,
         Outcome.REJECTED_DEADLINE,
         Outcome.RATE_LIMITED,
-        Outcome.REJECTED_LIMITS_UNAVAILABLE,
         Outcome.EXPIRED,
         Outcome.EXPIRED_NO_BACKENDS,
         Outcome.SHED,

@@ -15,13 +15,15 @@ from typing import Protocol
 
 import structlog
 
-from llmproxy.scheduling.valkey import StoreError
-
 RENEW_SHARE = 0.25  # Interval of renewing and reading the lock, as a share of the lock time.
 FENCE_SHARE = 0.75  # Time for which a leader may decide after sending a renewal, as a share of the lock time.
 SEEK_S = 0.1  # Interval of reading the lock, for a member that cannot reach a leader.
 
 _log = structlog.get_logger()
+
+
+class StoreError(Exception):
+    """The lock store is unreachable, or returned an error. The text is for people."""
 
 
 @dataclass(frozen=True, slots=True)

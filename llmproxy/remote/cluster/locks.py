@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from math import ceil
 from typing import Any
 
 from llmproxy.backends.kubernetes.api import ApiError, KubernetesApi
-from llmproxy.config import ClusterConfig
-from llmproxy.remote.cluster.election import EPOCH_MAX, Leadership, LockStore
-from llmproxy.scheduling.valkey import StoreError, ValkeyServer
+from llmproxy.config import ClusterConfig, ConfigError
+from llmproxy.remote.cluster.election import EPOCH_MAX, Leadership, LockStore, StoreError
 
 ADDRESS = "llmproxy/address"  # The annotation with the address of the holder.
 CONFLICT, MISSING, FORBIDDEN = 409, 404, 403
@@ -185,27 +185,48 @@ def _time() -> str:
 
 
 class ValkeyLock:
-    """The lock `name` at `url`. Raises ConfigError; see `ValkeyServer`."""
+    """The lock `name` at `url`, a server of Valkey, or of Redis 6 and later. Raises ConfigError."""
 
     def __init__(self, url: str, name: str) -> None:
+        try:
+            from valkey.asyncio import Valkey
+            from valkey.exceptions import ValkeyError
+        except ImportError:
+            need = "cluster.lock: valkey:// needs the library valkey: pip install 'llmproxy-lb[valkey]'"
+            raise ConfigError([need]) from None
         self.name = name
-        self._server = ValkeyServer(url, "cluster.lock", ANSWER_S)
+        self._failed: type[Exception] = ValkeyError
+        # A retry inside the library would hide the age of a call.
+        try:
+            self.client: Any = Valkey.from_url(
+                url, socket_timeout=ANSWER_S, socket_connect_timeout=ANSWER_S, retry_on_timeout=False
+            )
+        except ValueError as error:
+            raise ConfigError([f"cluster.lock: {error}"]) from None
+        self._shown = url.partition("?")[0].rpartition("@")[2]
         # The braces are a hash tag: both keys are in one slot of a Valkey cluster.
         self._keys = f"llmproxy:{{{name}}}:leader", f"llmproxy:{{{name}}}:epoch"
 
     async def take(self, wanted: Leadership, lock_s: float) -> Leadership:
         given = wanted.holder, wanted.address, wanted.epoch, round(1000 * lock_s)
-        return _in_key(await self._server.run(TAKE, self._keys, *given))
+        return _in_key(await self._run(TAKE, self._keys, *given))
 
     async def holder(self) -> Leadership | None:
-        held = await self._server.run("return redis.call('GET', KEYS[1])", self._keys[:1])
+        held = await self._run("return redis.call('GET', KEYS[1])", self._keys[:1])
         return None if held is None else _in_key(held)
 
     async def release(self, holder: str) -> None:
-        await self._server.run(RELEASE, self._keys[:1], holder)
+        await self._run(RELEASE, self._keys[:1], holder)
 
     async def close(self) -> None:
-        await self._server.close()
+        await self.client.aclose()
+
+    async def _run(self, script: str, keys: Sequence[str], *given: str | int) -> Any:
+        """Returns the result of a script. Raises StoreError."""
+        try:
+            return await self.client.eval(script, len(keys), *keys, *given)
+        except (self._failed, OSError) as error:
+            raise StoreError(f"a request to {self._shown} failed: {error}") from None
 
 
 def _in_key(held: bytes) -> Leadership:

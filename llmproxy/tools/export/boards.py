@@ -128,7 +128,7 @@ OVERVIEW = Board(
 CLUSTER = Board(
     "llmproxy-cluster",
     "llmproxy: cluster",
-    "Proxies that schedule as one: the leader, the time without a leader, and shared limits.",
+    "Proxies that schedule as one: the leader, and the time without a leader.",
     (
         Panel("Cluster", "The leader, whether each member has a leader, the number of members, and whether the "
               "lock is unreachable.",
@@ -141,8 +141,6 @@ CLUSTER = Board(
               ((gauge("cluster_epoch", HERE, "job", "max"), "epoch"),
                (f"increase(llmproxy_cluster_leader_changes_total{{{HERE}}}{RATE})", "changes {{instance}}"),
                (gauge("cluster_last_leaderless_seconds", HERE, "instance", "max"), "leaderless {{instance}}"))),
-        Panel("Shared limits", "For proxies that share only limits: 1 while their store answers.",
-              ((gauge("limits_store_up", HERE, "instance", "min"), "{{instance}}"),)),
     ),
 )  # fmt: skip
 

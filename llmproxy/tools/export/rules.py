@@ -223,12 +223,6 @@ ALERTS = (
         "A leader that cannot renew the lock stops scheduling.",
     ),
     Alert(
-        "LlmproxyLimitsStoreDown",
-        "llmproxy_limits_store_up == 0",
-        "1m", "ticket", "The store of shared limits does not answer {{ $labels.instance }}",
-        "Requests with a rate are refused, or divided among the proxies, as shared_limits.on_failure says.",
-    ),
-    Alert(
         "LlmproxyLogLost",
         "increase(llmproxy_log_lines_lost_total[15m]) > 0 or increase(llmproxy_decision_log_lines_lost_total[15m]) > 0",
         "", "ticket", "{{ $labels.instance }} loses lines of its log",

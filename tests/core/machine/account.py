@@ -17,7 +17,6 @@ from llmproxy.core.placement.cost import CostPlacement
 from llmproxy.core.pools import Pools
 from llmproxy.core.preemption import PREEMPT_MAX
 from llmproxy.core.queueing.queue import FLOW_LOOK_MAX
-from llmproxy.core.queueing.rate_limits import RateLimits
 from llmproxy.core.settings import Settings
 
 Rank = tuple[float, float]
@@ -346,7 +345,6 @@ def serves(row: Row, waiter: Waiter) -> bool:
 def assert_nothing_left(pools: Pools, now: float) -> None:
     assert pools.next_wakeup(now) is None
     assert set(pools.queued().values()) <= {(0, 0)}
-    assert isinstance(pools.limits.rates, RateLimits)
     assert not pools.limits.rates.accounts
     assert not any(pools.limits.in_flight().values())
     for one in pools.schedulers.values():

@@ -149,7 +149,6 @@ def test_removed_limit_is_forgotten_once_nothing_is_in_flight() -> None:
 
 
 def accounts(limits: UsageLimits) -> Sized:
-    assert isinstance(limits.rates, RateLimits)
     return limits.rates.accounts
 
 

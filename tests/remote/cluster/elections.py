@@ -10,8 +10,7 @@ from types import coroutine
 from typing import Any
 
 from llmproxy.lab.run.virtual_time import VirtualTimeLoop
-from llmproxy.remote.cluster.election import Election, Leadership
-from llmproxy.scheduling.valkey import StoreError
+from llmproxy.remote.cluster.election import Election, Leadership, StoreError
 
 LOCK_S = 4.0
 FENCE_S = 3.0

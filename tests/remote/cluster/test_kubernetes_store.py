@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from llmproxy.remote.cluster.election import Leadership
+from llmproxy.remote.cluster.election import Leadership, StoreError
 from llmproxy.remote.cluster.locks import ADDRESS, TRIES, KubernetesLock
-from llmproxy.scheduling.valkey import StoreError
 from tests.backends.kubernetes.api_server import ApiServer, Object, api_server
 
 NAME = "llmproxy"

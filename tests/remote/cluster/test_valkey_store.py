@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from llmproxy.config import ConfigError
-from llmproxy.remote.cluster.election import Leadership
+from llmproxy.remote.cluster.election import Leadership, StoreError
 from llmproxy.remote.cluster.locks import ValkeyLock
-from llmproxy.scheduling.valkey import StoreError
-from tests.scheduling.shared.servers import Server, needs_server, serving_store
+from tests.remote.cluster.valkey_server import Server, needs_server, serving_store
 
 pytestmark = needs_server
 
@@ -63,7 +62,7 @@ async def test_one_takes_it_and_others_see_who(lock: ValkeyLock) -> None:
 async def test_a_renewal_keeps_the_turn_and_the_lock(lock: ValkeyLock) -> None:
     await lock.take(wanted("a"), SHORT_S)
     assert await lock.take(wanted("a", 1), LONG_S) == Leadership("a", "a:1", 1)
-    assert await lock._server.client.pttl("llmproxy:{test}:leader") > 1000 * (LONG_S - 10)
+    assert await lock.client.pttl("llmproxy:{test}:leader") > 1000 * (LONG_S - 10)
 
 
 async def test_lock_ends_by_itself_and_the_next_epoch_is_higher(lock: ValkeyLock) -> None:
@@ -85,7 +84,7 @@ async def test_only_the_holder_gives_it_up(lock: ValkeyLock) -> None:
 
 async def test_turns_rise_though_the_server_forgot_all(lock: ValkeyLock) -> None:
     await lock.take(wanted("a", 41), LONG_S)
-    await lock._server.client.flushall()
+    await lock.client.flushall()
     assert await lock.take(wanted("b", 42), LONG_S) == Leadership("b", "b:1", 43)
 
 
@@ -123,20 +122,20 @@ async def test_two_clusters_have_locks_of_their_own(server: Server, lock: Valkey
     ],
 )
 async def test_a_key_that_holds_something_else_is_an_error(lock: ValkeyLock, value: bytes) -> None:
-    await lock._server.client.set("llmproxy:{test}:leader", value)
+    await lock.client.set("llmproxy:{test}:leader", value)
     await refused(lock.take(wanted("a"), LONG_S))
     await refused(lock.holder())
 
 
 @pytest.mark.parametrize("key", ["leader", "epoch"])
 async def test_a_key_of_another_type_is_an_error(lock: ValkeyLock, key: str) -> None:
-    await lock._server.client.rpush(f"llmproxy:{{test}}:{key}", "a")
+    await lock.client.rpush(f"llmproxy:{{test}}:{key}", "a")
     assert "WRONGTYPE" in await refused(lock.take(wanted("a"), LONG_S))
 
 
 @pytest.mark.parametrize("count", ["many", "1e999", "nan"])
 async def test_a_count_of_turns_that_is_none_is_an_error(lock: ValkeyLock, count: str) -> None:
-    await lock._server.client.set("llmproxy:{test}:epoch", count)
+    await lock.client.set("llmproxy:{test}:epoch", count)
     await refused(lock.take(wanted("a"), LONG_S))
 
 

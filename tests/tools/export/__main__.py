@@ -31,7 +31,6 @@ EMPTY = {
     "Stages of split requests": "no replica of the demo has a role",
     "Replicas needed by role": "no replica of the demo has a role",
     "Cluster": "the demo is one proxy",
-    "Shared limits": "the demo is one proxy",
     "Changes of the leader": "the demo is one proxy",
     "Attempts by verdict": "only if an attempt fails in the time that is watched",
 }

@@ -159,7 +159,6 @@ CASES = (
          {proxy("cluster_leader", instance="a"): "1x10", proxy("cluster_leader", instance="b"): "0x10"}),
     Case("LlmproxyClusterLockUnreachable", "5m", {proxy("cluster_lock_unreachable"): "1x10"}, HERE,
          {proxy("cluster_lock_unreachable"): "0x10"}),
-    Case("LlmproxyLimitsStoreDown", "5m", {proxy("limits_store_up"): "0x10"}, HERE, {proxy("limits_store_up"): "1x10"}),
     Case("LlmproxyLogLost", "10m", {proxy("log_lines_lost_total"): "0 0 7x20"}, HERE,
          {proxy("log_lines_lost_total"): "0x20", proxy("decision_log_lines_lost_total"): "0x20"}),
     Case("LlmproxyLogLost", "10m", {proxy("decision_log_lines_lost_total"): "0 0 7x20"}, HERE,

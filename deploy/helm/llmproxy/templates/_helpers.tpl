@@ -72,7 +72,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 
 {{- /* What a running proxy does not read again: a change of it replaces the pods. */ -}}
 {{- define "llmproxy.restartKeys" -}}
-admin cluster decision_log decision_log_sample host log_format plugins port reload shared_limits state_file tls tracing usage workers
+admin cluster decision_log decision_log_sample host log_format plugins port reload state_file tls tracing usage workers
 {{- end -}}
 
 {{- define "llmproxy.restartSchedulingKeys" -}}
