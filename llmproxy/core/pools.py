@@ -182,9 +182,12 @@ class Pools:
     def listed(self, backend: str, listing: Listing) -> None:
         """Notes a response of a backend's `/v1/models`, which may add, move or remove names, adapters and pools."""
         self.backends[backend].listed(listing)
-        self.catalogue.listed(backend, listing)
+        changed = self.catalogue.listed(backend, listing)
         # Even if nothing changed, because a policy may have raised while a pool was created.
         self._arrange()
+        if changed:
+            # An adapter may have moved to another pool, while the pools and their backends are the same.
+            self._to_regroup = any(one.waiting for one in self._all)
 
     def timed_out(self, backend: str, now: float) -> None:
         """Records that a request of a poll got no answer in time."""
@@ -280,6 +283,7 @@ class Pools:
         self._to_regroup = False
         for scheduler in self._all:
             for request, excluded in scheduler.remove_waiting(partial(self._moves, scheduler)):
+                self.scaling.left(request)
                 try:
                     self.submit(request, now, excluded, AdmissionKind.RESUMED)
                 except Refused as refused:
@@ -380,9 +384,8 @@ class Pools:
         """Records the end of a request, once. `met`: whether it met its objective; None if that is unknown."""
         if request.limits:
             self.limits.ended(request, now)
+        self.scaling.left(request)
         scheduler = self._scheduler_of(request)
-        if scheduler is not None and request.id in (scaling := self.scaling.pools[scheduler.pool]).waiting:
-            scaling.left(request)
         for one in self._all:
             one.ended(request, met, now, served_here=one is scheduler)
 

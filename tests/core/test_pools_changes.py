@@ -55,6 +55,37 @@ def test_a_drained_backend_does_not_count_as_ready() -> None:
     assert refusal(submit, one).outcome is Outcome.REJECTED_NO_BACKENDS
 
 
+# --- models that move ------------------------------------------------------------------------------------------------
+
+
+def test_requests_for_an_adapter_move_with_it_to_another_base_model() -> None:
+    one = pools({"a": 1, "b": 1}, TIGHT, listings={"a": listing("x"), "b": listing(base="other")})
+    submit(one)
+    assert backends(grants(one)) == ["a"]
+    moved, ended = submit(one, adapter="x"), submit(one, adapter="x")
+    assert grants(one) == []
+    one.listed("b", listing("x", base="other"))
+    one.listed("a", listing())
+    (grant,) = grants(one, 1.0)
+    assert (grant.request.id, grant.placed.backend) == (moved.id, "b")
+    assert {pool: need.waiting for pool, need in one.needs(1.0).items()} == {"base": 0, "other": 1}
+    one.cancel(ended)
+    one.ended(ended, None, 2.0)
+    assert {pool: need.waiting for pool, need in one.needs(2.0).items()} == {"base": 0, "other": 0}
+
+
+def test_a_request_that_ends_after_its_adapter_moved_waits_no_more() -> None:
+    one = pools({"a": 1, "b": 1}, TIGHT, listings={"a": listing("x"), "b": listing(base="other")})
+    submit(one)
+    assert backends(grants(one)) == ["a"]
+    gone = submit(one, adapter="x")
+    one.listed("b", listing("x", base="other"))
+    one.listed("a", listing())
+    one.cancel(gone)
+    one.ended(gone, None, 1.0)
+    assert {pool: need.waiting for pool, need in one.needs(1.0).items()} == {"base": 0, "other": 0}
+
+
 # --- add and remove ---------------------------------------------------------------------------------------------------
 
 

@@ -272,6 +272,11 @@ class Scaling:
         if name in self._settings.pools:
             self.pool(name).count_on_hold(change, now)
 
+    def left(self, request: Request) -> None:
+        """Records that a request ended or leaves its pool. Its model may belong to another pool by now."""
+        for pool in self.pools.values():
+            pool.left(request)
+
     def rename(self, kept: Mapping[str, str], merged: Mapping[str, str]) -> None:
         """Renames pools (`kept`: old name -> new name), and merges pools (`merged`: name -> pool that gets it)."""
         before = dict(self.pools)
