@@ -24,17 +24,20 @@ def by_role(need: Need, views: Iterable[View]) -> Need:
     Returns `need` unchanged if no backend of `views` has the role prefill or decode.
     """
     up: Counter[Role] = Counter()
+    known: Counter[Role] = Counter()
     for view in views:
         up[view.role] += view.available
-    if up.keys() <= {Role.BOTH}:
+        known[view.role] += 1
+    if known.keys() <= {Role.BOTH}:
         return need
-    answering = up[Role.DECODE] + up[Role.BOTH]
     if need.prefill + need.decode > 0.0:
-        prompts = need.need * prefill_share(need)
-        prefill, decode = _role(prompts, up[Role.PREFILL]), _role(need.need - prompts, answering)
+        share = prefill_share(need)
     else:
-        # The need is unknown, so the current replicas are kept.
-        prefill, decode = _role(up[Role.PREFILL], up[Role.PREFILL]), _role(answering, answering)
+        # The work of prompts and answers is unknown, as in an idle pool, so the present shares are kept.
+        present = up if up.total() else known
+        share = present[Role.PREFILL] / present.total()
+    prefill = _role(need.need * share, up[Role.PREFILL])
+    decode = _role(need.need * (1.0 - share), up[Role.DECODE] + up[Role.BOTH])
     return replace(need, roles={Role.PREFILL: prefill, Role.DECODE: decode})
 
 

@@ -40,6 +40,19 @@ def test_unknown_work_keeps_the_present_roles() -> None:
     assert found(need(3.0, 0.0, 0.0), prefill=1, decode=2) == {"prefill": (1, 1.0, 1), "decode": (2, 2.0, 2)}
 
 
+@pytest.mark.parametrize(("of", "prefill", "decode"), [(0.0, 0, 0), (4.5, 2, 3), (1.0, 1, 1)])
+def test_need_without_known_work_is_shared_out_as_the_replicas_are(of: float, prefill: int, decode: int) -> None:
+    """Zero if the pool is idle, and more than there are if all of them are full."""
+    roles = by_role(need(of, 0.0, 0.0), views(prefill=1, decode=2)).roles
+    assert (roles[Role.PREFILL].desired, roles[Role.DECODE].desired) == (prefill, decode)
+
+
+def test_the_first_request_needs_a_replica_of_each_role() -> None:
+    down = [view(role, role=role, available=False) for role in (Role.PREFILL, Role.DECODE)]
+    roles = by_role(need(1.0, 0.0, 0.0), down).roles
+    assert {role: (one.desired, one.up) for role, one in roles.items()} == {Role.PREFILL: (1, 0), Role.DECODE: (1, 0)}
+
+
 def test_each_role_is_rounded_up() -> None:
     assert found(need(0.5, 0.1, 0.4), prefill=1, decode=1) == {"prefill": (1, 0.1, 1), "decode": (1, 0.4, 1)}
 
