@@ -471,11 +471,10 @@ class Pools:
             views = () if scheduler is None else scheduler.views(now)
             paces = {} if name not in learned else {pace.backend: pace for pace in learned[name].backends}
             replicas = [
-                replica_facts(view, self.backends[view.backend].limit, paces.get(view.backend), ceiling)
-                for view in views
+                replica_facts(self.backends[view.backend], view, paces.get(view.backend), ceiling) for view in views
             ]
             need = watched.need(learned.get(name), replicas, self.settings.capacity.kv_full_ratio, now)
-            needs[name] = by_role(need, views)
+            needs[name] = by_role(need, replicas)
         return needs
 
     def pool_of(self, backend: str) -> str | None:

@@ -71,6 +71,11 @@ class Catalogue:
         """Whether there are backends, all of them have listed their models, and discovery adds no more."""
         return not self.expecting and bool(self._listings) and not self._unread
 
+    @property
+    def all_polled(self) -> bool:
+        """Whether discovery adds no more backends, and each backend has listed its models or failed a poll."""
+        return not self.expecting and self._unread <= self._silent
+
     def silent(self, backend: str) -> None:
         """Notes a failed poll of a backend."""
         if backend in self._unread:
@@ -78,9 +83,7 @@ class Catalogue:
 
     def _only_external(self, model: str | None) -> bool:
         """Returns whether a model is at external backends alone: no replica lists it, and none is about to answer."""
-        return (
-            model in self.external and model not in self.served and not self.expecting and self._unread <= self._silent
-        )
+        return model in self.external and model not in self.served and self.all_polled
 
     def add(self, backend: str) -> None:
         if self._listings.setdefault(backend, None) is None:

@@ -23,7 +23,7 @@ from math import ceil, inf, sqrt
 from msgspec import Struct
 
 from llmproxy.core.backends.batch_limit import UNPUBLISHED
-from llmproxy.core.domain import Learned
+from llmproxy.core.domain import Learned, Role
 from llmproxy.core.scaling.curve import StepCurve, StepLine
 from llmproxy.core.scaling.groups import GroupNeed
 from llmproxy.core.scaling.mix import LONG_S, NO_TOKENS, SHORT_S, TREND_S, Mix, Sizes, Tokens, total_requests
@@ -43,13 +43,13 @@ DIGITS = 2  # KEDA truncates numbers after three digits. With two digits it comp
 class ReplicaFacts(Struct, frozen=True):
     """The properties of a replica that scaling needs."""
 
-    up: bool
+    up: bool  # Whether it is neither down nor drained. It may be ejected, or busy for a moment.
     limit: int | None  # Learned batch limit, None if none was learned.
     kv_tokens: int | None  # Size of the KV cache in tokens, None if unknown.
     kv_used: float | None  # Usage of the KV cache (0..1).
     max_adapters: int | None = None
     pace: float = 1.0  # Speed relative to the usual replica.
-    for_prompts: bool = False  # Whether it is a prefill replica.
+    role: Role = Role.BOTH
     full: bool = False  # Whether the replica has no room for another request of `from_band` or above.
     backend: str = ""
 
@@ -126,7 +126,7 @@ def replica_capacity(
         return None
     attention = 0.0 if learned is None else learned.prefill_attention
     token_s = line.token_s
-    if learned is not None and any(one.for_prompts for one in replicas):
+    if learned is not None and any(one.role is Role.PREFILL for one in replicas):
         # Decode replicas compute few prompts, so their answers say little about the time of a prompt token.
         token_s = learned.prefill_token_s
     prompt_s = token_s * came.compute * (1.0 + attention * came.before) / came.requests

@@ -6,9 +6,10 @@ from collections import OrderedDict, deque
 from collections.abc import Container, Mapping, Sequence
 from math import inf
 
-from llmproxy.core.backends.batch_limit import UNPUBLISHED, BatchLimit
+from llmproxy.core.backends.backend import Backend
+from llmproxy.core.backends.batch_limit import UNPUBLISHED
 from llmproxy.core.backends.view import View
-from llmproxy.core.domain import DECODE, PREFILL, BackendPace, KnownCapacity, Learned, Request, Role, Verdict
+from llmproxy.core.domain import DECODE, PREFILL, BackendPace, KnownCapacity, Learned, Request, Verdict
 from llmproxy.core.estimates.learning import follow, gain
 from llmproxy.core.lease_events import Returned
 from llmproxy.core.leases import LeaseObserver, LeaseRecord
@@ -304,19 +305,20 @@ class Scaling:
             self.pool(name)
 
 
-def replica_facts(view: View, limit: BatchLimit, pace: BackendPace | None, ceiling: float) -> ReplicaFacts:
+def replica_facts(backend: Backend, view: View, pace: BackendPace | None, ceiling: float) -> ReplicaFacts:
     """Returns the scaling facts of a backend. `ceiling` is the ceiling of `from_band`."""
+    limit = backend.limit
     # An unlearned limit is only the starting point of learning.
     learned = limit.value if limit.converged or limit.known is not None else None
     return ReplicaFacts(
-        view.available,
+        backend.up,
         learned,
         view.kv_tokens,
         view.kv_used if view.reading is not None else None,
         view.max_adapters,
         # Relative to a replica of the usual speed in its pool.
         1.0 if pace is None else 2.0 / max(0.1, pace.prefill_factor + pace.step_factor),
-        view.role is Role.PREFILL,
+        view.role,
         not view.has_room(ceiling),
         view.backend,
     )

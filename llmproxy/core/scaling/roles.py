@@ -8,9 +8,8 @@ from math import ceil
 
 from msgspec.structs import replace
 
-from llmproxy.core.backends.view import View
 from llmproxy.core.domain import Role
-from llmproxy.core.scaling.need import Need, RoleNeed
+from llmproxy.core.scaling.need import Need, ReplicaFacts, RoleNeed
 
 
 def prefill_share(need: Need) -> float:
@@ -18,16 +17,16 @@ def prefill_share(need: Need) -> float:
     return need.prefill / (need.prefill + need.decode)
 
 
-def by_role(need: Need, views: Iterable[View]) -> Need:
-    """Returns `need` with the need of each role. Backends of role `both` count as decode.
+def by_role(need: Need, replicas: Iterable[ReplicaFacts]) -> Need:
+    """Returns `need` with the need of each role. Replicas of role `both` count as decode.
 
-    Returns `need` unchanged if no backend of `views` has the role prefill or decode.
+    Returns `need` unchanged if none of `replicas` has the role prefill or decode.
     """
     up: Counter[Role] = Counter()
     known: Counter[Role] = Counter()
-    for view in views:
-        up[view.role] += view.available
-        known[view.role] += 1
+    for one in replicas:
+        up[one.role] += one.up
+        known[one.role] += 1
     if known.keys() <= {Role.BOTH}:
         return need
     if need.prefill + need.decode > 0.0:

@@ -35,12 +35,19 @@ class ScalePages:
         self._clock = clock
         self._needs: dict[str, Need] = {}
         self._needs_at_s = -CACHE_S
+        self._known = False  # Whether each backend was polled since the start of the process, and some answered.
 
     def needs(self) -> dict[str, Need]:
-        """Maps each pool to its need for replicas. The result is at most CACHE_S old."""
-        now = self._clock()
+        """Maps each pool to its need for replicas. The result is at most CACHE_S old.
+
+        Until each backend was polled once, the result is empty, unless requests wait.
+        """
+        now, catalogue = self._clock(), self._pools.catalogue
+        self._known = self._known or (catalogue.ever_read and catalogue.all_polled)
         if now >= self._needs_at_s + CACHE_S:
             needs = self._pools.needs(now)
+            if not self._known and not any(need.waiting for need in needs.values()):
+                return {}
             groups = self._groups(needs)
             self._needs = {
                 pool: replace(need, groups=(spread(need.need, groups[pool]) if need.sure else unchanged(groups[pool])))
@@ -92,8 +99,9 @@ class ScalePages:
         needs, name = self.needs(), request.path.removeprefix(SCALE).strip("/")
         pool = self._pools.catalogue.pool_named(name)
         named = self._pools.settings.scaling.pools
-        if not self._pools.catalogue.ever_read and not any(need.waiting for need in needs.values()):
-            return refusal(503, "No backend has answered since the start of the proxy.", {"Retry-After": "5"})
+        if not needs and not self._known:
+            why = "some backends were not asked yet" if self._pools.catalogue.ever_read else "no backend has answered"
+            return refusal(503, f"Since the start of the proxy, {why}.", {"Retry-After": "5"})
         if name and pool not in needs:
             known = ", ".join(f"`{one}`" for one in sorted(needs)) or "none"
             return refusal(404, f"There is no pool `{name[:256]}`. Known pools: {known}; scaling.pools names others.")

@@ -6,25 +6,27 @@ from typing import Any
 
 import pytest
 
-from llmproxy.core.backends.view import View
 from llmproxy.core.domain import Learned, Role
 from llmproxy.core.scaling.curve import StepCurve
 from llmproxy.core.scaling.mix import Tokens
 from llmproxy.core.scaling.need import Need, ReplicaFacts, replica_capacity
 from llmproxy.core.scaling.roles import by_role
-from tests.core.make import view
 
 
 def need(of: float, prefill: float, decode: float) -> Need:
     return Need(round(of), of, "work", True, 3, {}, prefill, decode, None, 0, 0.0, 60.0)
 
 
-def views(**count: int) -> list[View]:
-    return [view(f"{role}-{i}", role=Role(role)) for role, many in count.items() for i in range(many)]
+def replica(role: str, up: bool = True) -> ReplicaFacts:
+    return ReplicaFacts(up, 64, 200_000, 0.2, role=Role(role))
+
+
+def replicas(**count: int) -> list[ReplicaFacts]:
+    return [replica(role) for role, many in count.items() for _ in range(many)]
 
 
 def found(of: Need, **count: int) -> dict[str, tuple[int, Any, int]]:
-    roles = by_role(of, views(**count)).roles
+    roles = by_role(of, replicas(**count)).roles
     return {name: (one.desired, pytest.approx(one.need), one.up) for name, one in roles.items()}
 
 
@@ -43,12 +45,12 @@ def test_unknown_work_keeps_the_present_roles() -> None:
 @pytest.mark.parametrize(("of", "prefill", "decode"), [(0.0, 0, 0), (4.5, 2, 3), (1.0, 1, 1)])
 def test_need_without_known_work_is_shared_out_as_the_replicas_are(of: float, prefill: int, decode: int) -> None:
     """Zero if the pool is idle, and more than there are if all of them are full."""
-    roles = by_role(need(of, 0.0, 0.0), views(prefill=1, decode=2)).roles
+    roles = by_role(need(of, 0.0, 0.0), replicas(prefill=1, decode=2)).roles
     assert (roles[Role.PREFILL].desired, roles[Role.DECODE].desired) == (prefill, decode)
 
 
 def test_the_first_request_needs_a_replica_of_each_role() -> None:
-    down = [view(role, role=role, available=False) for role in (Role.PREFILL, Role.DECODE)]
+    down = [replica(role, up=False) for role in (Role.PREFILL, Role.DECODE)]
     roles = by_role(need(1.0, 0.0, 0.0), down).roles
     assert {role: (one.desired, one.up) for role, one in roles.items()} == {Role.PREFILL: (1, 0), Role.DECODE: (1, 0)}
 
@@ -57,13 +59,13 @@ def test_each_role_is_rounded_up() -> None:
     assert found(need(0.5, 0.1, 0.4), prefill=1, decode=1) == {"prefill": (1, 0.1, 1), "decode": (1, 0.4, 1)}
 
 
-def test_a_backend_that_is_down_is_not_up() -> None:
-    down = [view("prefill-0", role=Role.PREFILL, available=False), *views(decode=1)]
+def test_a_replica_that_is_down_is_not_up() -> None:
+    down = [replica("prefill", up=False), *replicas(decode=1)]
     assert by_role(need(2.0, 1.0, 1.0), down).roles["prefill"].up == 0
 
 
 def test_a_pool_without_roles_has_none() -> None:
-    assert by_role(need(2.0, 1.0, 1.0), views(both=2)).roles == {}
+    assert by_role(need(2.0, 1.0, 1.0), replicas(both=2)).roles == {}
 
 
 def test_prompt_time_comes_from_the_backends_for_prompts() -> None:
@@ -72,11 +74,8 @@ def test_prompt_time_comes_from_the_backends_for_prompts() -> None:
     for sequences in (8.0, 32.0):
         curve.learn(100.0, 1.0 + sequences / 100.0, sequences, 0.0, 0.0)
     came = Tokens(10.0, 10_000.0, 10_000.0, 0.0, 1_000.0, 1_050.0)
-    answering = ReplicaFacts(True, 64, 200_000, 0.2)
-    alone = replica_capacity(came, learned, curve, [answering], None, 1.0)
-    apart = replica_capacity(
-        came, learned, curve, [answering, ReplicaFacts(True, 64, 200_000, 0.2, for_prompts=True)], None, 1.0
-    )
+    alone = replica_capacity(came, learned, curve, [replica("decode")], None, 1.0)
+    apart = replica_capacity(came, learned, curve, replicas(prefill=1, decode=1), None, 1.0)
     assert alone is not None
     assert apart is not None
     assert apart.prompt_s == pytest.approx(0.1)
