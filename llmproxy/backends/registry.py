@@ -127,15 +127,17 @@ class BackendRegistry:
     def drain(self, name: str, deadline_s: float | None = None) -> None:
         """Sends no new requests to a backend until `undrain`. Raises KeyError for an unknown name.
 
-        After `deadline_s`, its streams move to other backends; None leaves the streams where they are.
+        After `deadline_s`, its streams move to other backends; None leaves the streams where they are. The deadline of
+        an earlier drain ends.
         """
         member = self._members[name]
         self._set_drained(member, drained=True)
+        _cancel_move(member)
         if deadline_s is not None:
-            _cancel_move(member)
             member.moves_s = self._now() + deadline_s
             member.moving = spawned(self._move_streams(member, deadline_s), f"move the streams of {name}")
-            self._dispatcher.reconsider()
+        # Other members of a cluster get the deadline, or its end.
+        self._dispatcher.reconsider()
 
     def undrain(self, name: str) -> None:
         """Ends the drain of a backend. A backend that is being removed gets no requests all the same.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from llmproxy.backends.registry import BackendRegistry
 from llmproxy.config import hash_of
 from tests.e2e.backends.test_continued import CHAT_BODY, NUMBERED, WHOLE, Read
 from tests.e2e.proxies import ProxyUnderTest, all_of, serving, until
@@ -51,12 +53,16 @@ async def test_streams_go_on_elsewhere_at_the_deadline() -> None:
         assert proxy.metric("llmproxy_attempts_total", verdict="lost") == 2
 
 
-async def test_an_end_of_the_drain_ends_its_deadline() -> None:
+@pytest.mark.parametrize("ends", [BackendRegistry.undrain, BackendRegistry.drain])
+async def test_an_end_of_the_drain_or_a_new_drain_ends_its_deadline(
+    ends: Callable[[BackendRegistry, str], None],
+) -> None:
     async with serving(SLOW, SLOW, **ROUND_ROBIN) as proxy, proxy.stream(LONG) as answer:
         name = answer.headers["x-llmproxy-backend"]
         assert await drain(proxy, name, "1") == 200
         proxy.app.registry.drain(name, 0.02)
-        proxy.app.registry.undrain(name)
+        ends(proxy.app.registry, name)
+        assert proxy.app.registry.moves_s() == {}
         found = Read((await all_of(answer)).split(b"\n\n"))
         whole(found)
         assert found.comments == []

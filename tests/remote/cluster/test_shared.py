@@ -242,6 +242,10 @@ async def test_the_next_leader_moves_the_streams_at_the_deadline_of_a_drain(dead
         old, kept = found.leader, found.followers[0]
         streams = [await kept.http.post(kept.url + CHAT, json=body) for _ in range(2)]
         try:
+            old.app.registry.drain("b0", 60.0)
+            await until(lambda: kept.app.registry.moves_s().keys() == {"b0"})
+            old.app.registry.drain("b0")
+            await until(lambda: not kept.app.registry.moves_s())
             old.app.registry.drain("b0", deadline_s)
             await until(lambda: kept.app.registry.moves_s().keys() == {"b0"})
             cluster_of(old).begin_shutdown()
