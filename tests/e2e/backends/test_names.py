@@ -64,14 +64,6 @@ async def test_a_backend_may_come_back_as_another_model(port: int) -> None:
             assert {(await proxy.chat()).backend for _ in range(4)} == {"b0"}
 
 
-async def test_without_a_model_there_must_be_only_one_pool() -> None:
-    async with serving(FAST, OTHER) as proxy:
-        for model in ({}, {"model": None}, {"model": ""}):
-            answer = await proxy.chat({"messages": HELLO["messages"], "max_tokens": 2} | model)
-            assert answer.status == 400
-            assert "base, other" in answer.json["error"]["message"]
-
-
 async def test_the_log_names_the_target_of_an_alias_only(log: io.StringIO) -> None:
     async with serving(FAST, models=[{"name": "nick", "target": "base"}]) as proxy:
         for model in ("base", "nick"):

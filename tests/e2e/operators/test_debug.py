@@ -100,25 +100,6 @@ async def test_requests_held_for_an_unknown_model_are_counted() -> None:
         await until(lambda: proxy.app.dispatcher.nameless == 0)
 
 
-@pytest.mark.parametrize("page", [QUEUE, EXPLAIN])
-async def test_for_others_there_is_no_such_page(page: str) -> None:
-    async with serving(FAST, admin_key=hash_of("for-admins"), api_keys=["for-clients"]) as proxy:
-        nothing = await proxy.get("/debug/nothing", headers={"x-forwarded-for": "1.2.3.4"})
-        for method, query, headers in (
-            ("GET", "", {}),
-            ("POST", "", {}),
-            ("GET", "?request=x", {}),
-            ("GET", "", {"authorization": "Bearer for-clients"}),
-        ):
-            answer = await proxy.request(method, page + query, headers={"x-forwarded-for": "1.2.3.4"} | headers)
-            assert answer.status == nothing.status == 404
-            assert answer.body == nothing.body.replace(b"/debug/nothing", page.encode())
-        admin = {"authorization": "Bearer for-admins", "x-forwarded-for": "1.2.3.4"}
-        assert (await proxy.get(page, headers=admin)).status == 200
-        assert (await proxy.request("HEAD", page, headers=admin)).status == 200
-        assert (await proxy.request("POST", page, headers=admin)).status == 405
-
-
 async def test_a_choice_is_shown_with_prices_and_predictions(tmp_path: Path) -> None:
     path = tmp_path / "decisions.jsonl"
     async with serving(FAST, FAST, scheduling={"placement": "cost"}, decision_log=str(path)) as proxy:

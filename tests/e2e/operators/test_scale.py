@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from llmproxy.config import hash_of
 from llmproxy.lab.simulator.replica import Replica
 from tests.e2e.proxies import FAST, HELLO, STREAM, serving, until
 
@@ -83,16 +82,6 @@ async def test_unknown_pool_is_404_and_unknown_need_503() -> None:
         assert "`base`" in answer.json["error"]["message"]
     async with serving(extra=["http://127.0.0.1:9"], wait=False) as proxy:
         assert (await proxy.get("/scale")).status == 503
-
-
-async def test_only_operators_may_ask() -> None:
-    async with serving(FAST, admin_key=hash_of("for-admins")) as proxy:
-        assert (await proxy.get("/scale", headers=AFAR)).status == 404
-        assert (await proxy.get("/scale/base", headers=AFAR | KEY)).status == 200
-        assert (await proxy.request("POST", "/scale/base", {}, headers=KEY)).status == 405
-    async with serving(FAST, admin={"port": 0}) as proxy:
-        assert (await proxy.get("/scale")).status == 404
-        assert (await proxy.get(f"{proxy.app.admin_url}/scale")).status == 200
 
 
 async def test_a_named_pool_holds_its_requests_until_a_replica_is_there() -> None:

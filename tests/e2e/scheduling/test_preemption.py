@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llmproxy.scheduling import attempts
-from tests.e2e.proxies import FAST, HELLO, OWN_ID, STREAM, ProxyUnderTest, one_seat, serving, until
+from tests.e2e.proxies import FAST, OWN_ID, STREAM, ProxyUnderTest, one_seat, serving, until
 
 OBJECTIVE = "x-llm-d-inference-objective"
 SHEDDABLE, CRITICAL = {OBJECTIVE: "sheddable"}, {OBJECTIVE: "critical"}
@@ -67,23 +67,3 @@ async def test_request_that_began_to_answer_is_not_preempted() -> None:
         running.close()
         assert (await critical).status == 200
         assert (await critical).headers["x-llmproxy-attempts"] == "1"
-
-
-@pytest.mark.parametrize(
-    ("first", "objective", "scheduling"),
-    [
-        pytest.param(STREAM, "default", {}, id="no request of the default band takes a seat"),
-        pytest.param(STREAM, "sheddable", {}, id="nor its equal"),
-        pytest.param(STREAM, "critical", {"preemption": False}, id="switched off"),
-        pytest.param(HELLO, "critical", {}, id="a plain answer may have begun"),
-    ],
-)
-async def test_a_request_that_keeps_its_seat(first: object, objective: str, scheduling: dict[str, Any]) -> None:
-    async with serving_one_frozen(**scheduling) as proxy:
-        sheddable = proxy.waiting(first, **SHEDDABLE)
-        await until(lambda: len(posted(proxy)) == 1)
-        other = proxy.waiting(STREAM, **{OBJECTIVE: objective})
-        await until(lambda: proxy.queued == 1)
-        proxy.replicas[0].faults.clear()
-        assert (await sheddable).status == (await other).status == 200
-        assert len(posted(proxy)) == 2

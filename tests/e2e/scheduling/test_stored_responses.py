@@ -84,34 +84,6 @@ async def test_adapter_may_continue_a_response_of_its_base_model() -> None:
 # --- the waiting room -------------------------------------------------------------------------------------------------
 
 
-async def test_a_bound_request_waits_and_hides_none_behind_it() -> None:
-    async with serving(*THREE, fixed_limit=1, scheduling=AROUND | {"look_ahead": 0}) as proxy:
-        first = await made(proxy)
-        async with busy(proxy, first):
-            # More than are looked at of one flow.
-            turns = [went_on(proxy, first) for _ in range(12)]
-            await until(lambda: proxy.queued == 12)
-            answers = [await proxy.chat() for _ in range(4)]
-            assert {answer.status for answer in answers} == {200}
-            assert first.backend not in {answer.backend for answer in answers}
-            assert proxy.queued == 12
-        assert {(one.status, one.backend) for one in await asyncio.gather(*turns)} == {(200, first.backend)}
-
-
-async def test_priority_holds_among_requests_for_one_replica() -> None:
-    async with serving(FAST, fixed_limit=1, scheduling={"look_ahead": 0}) as proxy:
-        first = await made(proxy)
-        tasks: list[asyncio.Task[Answer]] = []
-        async with busy(proxy, first):
-            for name in ("sheddable", "default", "critical"):
-                headers = {"x-llm-d-inference-objective": name, "x-request-id": name}
-                tasks.append(asyncio.create_task(proxy.post(RESPONSES, further(first), headers=headers)))
-                await until(lambda: proxy.queued == len(tasks))
-        await asyncio.gather(*tasks)
-        seen = [one.headers["x-request-id"] for one in proxy.replicas[0].requests_seen if one.path == RESPONSES]
-        assert seen[2:] == ["critical", "default", "sheddable"]
-
-
 # --- where the replica is not to be had -------------------------------------------------------------------------------
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
 from typing import Any
 
 import aiohttp
@@ -104,16 +103,6 @@ async def test_a_full_queue_says_when_to_come_back(limit: str) -> None:
         assert [(await task).status for task in waiting] == [200, 200]
 
 
-async def test_the_queue_is_limited_in_bytes_too() -> None:
-    async with one_seat(body_bytes_max=1000, queue={"bytes_max": 1000}) as (proxy, seat):
-        big = HELLO | {"messages": [{"role": "user", "content": "x" * 600}]}
-        waiting = proxy.waiting(big)
-        await until(lambda: proxy.queued == 1)
-        assert (await proxy.chat(big)).status == 429
-        seat.close()
-        assert (await waiting).status == 200
-
-
 async def test_a_request_is_bound_only_when_there_is_room() -> None:
     room_for_two = serving(FAST, FAST, fixed_limit=1, scheduling={"look_ahead": 0})
     async with room_for_two as proxy, proxy.stream() as one, proxy.stream() as two:
@@ -127,17 +116,3 @@ async def test_a_request_is_bound_only_when_there_is_room() -> None:
         answer = await waiting
         assert answer.backend == two.headers["x-llmproxy-backend"], "whoever has room first"
         assert float(answer.headers["x-llmproxy-queue-ms"]) > 0
-
-
-async def test_a_seat_is_held_back_from_sheddable_work() -> None:
-    sheddable = {OBJECTIVE: "sheddable"}
-    async with serving(FAST, fixed_limit=4) as proxy, AsyncExitStack() as streams:
-        assert (await proxy.chat()).status == 200, "somebody uses a higher band"
-        for _ in range(3):
-            await streams.enter_async_context(proxy.stream(**sheddable))
-        waiting = proxy.waiting(**sheddable)
-        await until(lambda: proxy.queued == 1)
-        assert (await proxy.chat(headers={OBJECTIVE: "critical"})).status == 200, "a critical arrival need not wait"
-        assert proxy.queued == 1
-        await streams.aclose()
-        assert (await waiting).status == 200

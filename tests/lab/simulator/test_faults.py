@@ -48,21 +48,6 @@ async def test_a_client_that_leaves_frees_its_seat_and_the_gauge_says_so(
     check_engine(replica.engine)
 
 
-@pytest.mark.parametrize("stream", [True, False])
-async def test_a_silent_replica_takes_a_request_and_shows_an_idle_engine(
-    replica: Replica, client: aiohttp.ClientSession, stream: bool
-) -> None:
-    replica.faults.set(FaultKind.SILENT, times=1)
-    silent = asyncio.create_task(client.post(CHAT_PATH, json=CHAT | {"stream": stream}))
-    await until(lambda: replica.faults.kind is None)
-    async with client.post(CHAT_PATH, json=CHAT) as answer:
-        assert answer.status == 200
-    assert not silent.done()
-    assert await gauge(client, "num_requests_running") == 0.0
-    silent.cancel()
-    await asyncio.wait([silent])
-
-
 async def test_lying_gauges_show_an_idle_engine_until_cleared(replica: Replica, client: aiohttp.ClientSession) -> None:
     async with client.post(CHAT_PATH, json=ENDLESS | {"stream": True}) as running:
         await until(lambda: replica.engine.counters.generation > 10)
@@ -100,14 +85,6 @@ async def test_idle_connections_are_closed_after_the_keep_alive_time(
         assert not fresh.at_eof(), "a connection that never asked is kept"
         for writer in (used_writer, fresh_writer):
             writer.close()
-
-
-async def test_busy(replica: Replica, client: aiohttp.ClientSession) -> None:
-    replica.faults.set("busy_503", times=1)
-    status, answer = await post(client, CHAT_PATH, STREAM)
-    assert (status, answer["error"]["type"]) == (503, "Service Unavailable")
-    assert (await post(client, CHAT_PATH, CHAT))[0] == 200
-    assert replica.faults.kind is None
 
 
 async def test_draining_lets_streams_end_and_refuses_new_work(replica: Replica, client: aiohttp.ClientSession) -> None:
@@ -277,21 +254,6 @@ async def test_error_rate_hits_its_share(replica: Replica, client: aiohttp.Clien
     statuses = [(await post(client, CHAT_PATH, CHAT))[0] for _ in range(12)]
     assert (statuses.count(500), statuses.count(200)) == (3, 9)
     assert (await post(client, "/sim/fault", {"kind": "error_rate", "share": 2}))[0] == 400
-
-
-@pytest.mark.parametrize("stream", [True, False])
-async def test_a_request_ends_the_engine_and_then_the_process(
-    replica: Replica, client: aiohttp.ClientSession, stream: bool
-) -> None:
-    replica.faults.set("dies_of", word="hemlock")
-    body = CHAT | {"stream": stream}
-    assert (await post(client, CHAT_PATH, CHAT))[0] == 200
-    async with client.post(CHAT_PATH, json=body | {"messages": [{"role": "user", "content": "hemlock"}]}) as answer:
-        assert answer.status == (200 if stream else 500)
-        assert b"EngineCore encountered an issue" in await answer.read()
-    await until(lambda: replica.faults.kind is FaultKind.REFUSE)
-    with pytest.raises(aiohttp.ClientConnectorError):
-        await client.get("/health")
 
 
 async def test_slow_fault_multiplies_each_step_until_cleared(replica: Replica, client: aiohttp.ClientSession) -> None:
