@@ -89,9 +89,14 @@ def _plain(value: Any) -> Any:
     """Converts a section, or a list of named sections, to a mapping. Returns any other value unchanged."""
     if isinstance(value, Section):
         return {field.alias or name: _plain(getattr(value, name)) for name, field in type(value).model_fields.items()}
-    if isinstance(value, tuple) and value and all(isinstance(one, Section) and hasattr(one, "name") for one in value):
+    # A key of a tenant may have no name.
+    if isinstance(value, tuple) and value and all(isinstance(one, Section) and _name(one) for one in value):
         return _Named((one.name, _plain(one)) for one in value)
     return value
+
+
+def _name(entry: Section) -> str | None:
+    return getattr(entry, "name", None)
 
 
 class _Named(dict[str, Any]):
@@ -184,7 +189,7 @@ def _settings(
             yield from _settings(getattr(value, name), f"{key}.{last}".lstrip("."), (*place, last), origins, was_given)
     elif isinstance(value, tuple) and value and all(isinstance(one, Section) for one in value):
         for i, one in enumerate(value):
-            yield from _settings(one, f"{key}[{getattr(one, 'name', i)}]", (*place, i), origins)
+            yield from _settings(one, f"{key}[{_name(one) or i}]", (*place, i), origins)
     else:
         text = HIDDEN if value and place[-1] in SECRET else value_text(value)
         ends = range(len(place), 0 if given else len(place) - 1, -1)

@@ -84,6 +84,22 @@ def test_changes_show_no_key_and_no_hash() -> None:
         assert secret not in text
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [["good"], ["new", "good"], [{"hash": hash_of("old"), "expires": "2030-01-01"}, "good"], ["good", "old"]],
+    ids=["revoked", "replaced", "expires", "other-order"],
+)
+def test_a_change_of_keys_without_names_is_a_change(keys: list[Any]) -> None:
+    def tenant(keys: list[Any]) -> Config:
+        hashes = [key if isinstance(key, dict) else hash_of(key) for key in keys]
+        return config(tenants=[{"name": "t", "keys": hashes}])
+
+    assert message(tenant(["old", "good"]), tenant(keys)) == ["tenants[t].keys: changed, not shown"]
+    assert [one.key for one in in_force(tenant(keys)) if one.key.endswith(".hash")] == [
+        f"tenants[t].keys[{i}].hash" for i in range(len(keys))
+    ]
+
+
 def test_values_hidden_by_the_schema_are_hidden_in_changes() -> None:
     sections: list[type[Section]] = [Config]
     for section in sections:
