@@ -110,6 +110,9 @@ class Backend:
         self._capacity = capacity
         self.health.settings = health
         self.limit.lowest_ceiling, self._highest_ceiling = ceiling_range
+        self.limit.start_at(capacity.initial_batch_limit)
+        if self.exploration is not None:
+            self.exploration.learned(self.limit)
         self._changed()
 
     def set_limits_and_role(

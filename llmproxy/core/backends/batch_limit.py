@@ -151,6 +151,12 @@ class BatchLimit:
                 self._plateau = None
             self.value = self._plateau or fixed
 
+    def start_at(self, start: int) -> None:
+        """Changes the start value. A limit that was not learned yet follows it."""
+        if self._cap is None and not self._converged_at:
+            self.value = max(start, self._ran_freely if self.value == self._start else self.value)
+        self._start = start
+
     def observe(
         self, running: int, waiting: int, load: int, *, proven: bool = False, pool: Exploration | None = None
     ) -> None:

@@ -40,6 +40,18 @@ def test_limit_starts_at_its_setting_and_stays_there_while_unused() -> None:
     assert limit.value == 32
 
 
+def test_another_start_value_replaces_only_a_limit_that_was_not_learned() -> None:
+    unused, grown, learned, configured = BatchLimit(None, 4), BatchLimit(None, 4), BatchLimit(None, 4), BatchLimit(8, 4)
+    grown.observe(running=48, waiting=0, load=0)
+    learned.begin_at(2, converged=True)
+    for start, values in ((64, [64, 64, 2, 8]), (32, [32, 48, 2, 8])):
+        for limit in (unused, grown, learned, configured):
+            limit.start_at(start)
+        assert [limit.value for limit in (unused, grown, learned, configured)] == values
+    unused.forget()
+    assert unused.value == 32
+
+
 WAITS = (10, 5, 32)
 FILLS = [(running, 32 - running, 32, 32) for running in (4, 8, 12, 16, 20)]
 

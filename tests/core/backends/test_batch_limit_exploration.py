@@ -158,3 +158,11 @@ def test_requests_sent_ahead_of_a_limit_are_no_trial() -> None:
     assert pool.bound(pool.members["a"].limit) is None
     pool.members["b"].limit.value = 16
     assert pool.bound(pool.members["a"].limit) == 8
+
+
+def test_a_reload_of_the_start_value_reaches_present_engines() -> None:
+    of = unknown_pool("a", "b")
+    for start in (64, 2):
+        of.reconfigure(replace(SETTINGS, capacity=replace(SETTINGS.capacity, initial_batch_limit=start)), {}, 1.0)
+        assert [limit(of, name) for name in "ab"] == [start, start]
+        assert {view.limit for view in of.views(1.0).values()} == {start}
