@@ -334,6 +334,7 @@ class NoMatch(Struct, frozen=True):
     # Whether no backend with room serves the model, so other requests for the model need not be tried.
     whole_model: bool
     later: str = ""  # A full backend that this request should wait for; other requests may still be placed.
+    prefill_s: float = 0.0  # Seconds of its prompt on the backend `later`.
 
 
 class WaitReason(StrEnum):
@@ -362,7 +363,9 @@ class GrantReason(Struct, frozen=True):
     waiting: tuple[tuple[int, int], ...]  # (band, waiting requests) from the highest band, including this request.
     flows: int  # Flows of the band with waiting requests, without rests of streams.
     standing: tuple[tuple[str, float], ...]  # Counters of the fairness policy for the flow.
-    passed_over: int  # Number of requests of the band that were next before this one, but fitted on no backend.
+    # Number of requests of the band that were next before this one, but fitted on no backend. Requests that wait for a
+    # chosen backend (`NoMatch.later`) do not count.
+    passed_over: int
     # Whether the grant was due to the minimum share of the band, although a higher band waited.
     guaranteed: bool = False
     # Whether a waiting request of a higher band could have used the backend, which must never happen.

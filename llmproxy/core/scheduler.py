@@ -89,6 +89,7 @@ class Scheduler:
         self._faults = faults  # Shared by all pools.
         self._drain = DrainRate()
         self._room = WaitingRoom(settings, occupancy, limits, self._faults, self._room_on, self._drain)
+        placement.inner.watch(self._room.claims)
         self._first_token = first_token = FirstToken()
         self._headroom = headroom = Headroom(settings)
         drain, backends = self._drain, self._backends
@@ -283,9 +284,10 @@ class Scheduler:
     def _pass(self, now: float) -> None:
         """Runs a scheduling pass: drops requests beyond their deadline, and then grants requests.
 
-        Sets `_more` if the pass reached PASS_MAX, so that another pass must follow.
+        Sets `_more` if the pass reached its maximum of steps, so that another pass must follow.
         """
-        decisions, most = self._decided, scheduling_pass.PASS_MAX
+        decisions = self._decided
+        most = scheduling_pass.most_steps(len(self._backends.by_name))
         self._room.deadlines.set_pool_up(self._backends.any_up(), now)
         # Requests beyond their deadline are dropped before any grant.
         if due := self._room.deadlines.due(now, most):
@@ -294,7 +296,7 @@ class Scheduler:
             if self._more:
                 return
         self._room.refresh(now)
-        this = Pass(self._parts, now, self._backends.views(now), decisions)
+        this = Pass(self._parts, now, self._backends.views(now), decisions, most)
         self._placement.begin(this.views)
         this.grant_all()
         while self._room.blocked.size and this.steps < most and not this.blocked and self._room.readmit(now):

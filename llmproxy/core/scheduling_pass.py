@@ -12,7 +12,7 @@ from llmproxy.core.backends.backend import Backend
 from llmproxy.core.backends.view import View, rooms
 from llmproxy.core.domain import DEFAULT, Decision, Grant, GrantReason, NoCapacity, Placed, WaitReason
 from llmproxy.core.leases import Leases
-from llmproxy.core.placement.first_fit import Fit, Limited, Unmatched, first_fit, head, limited, passes_over
+from llmproxy.core.placement.first_fit import Fit, Later, Limited, Unmatched, first_fit, head, limited, passes_over
 from llmproxy.core.placement.policy import NO_CAPACITY, could_serve
 from llmproxy.core.placement.staged import StagedPlacement, as_prefill
 from llmproxy.core.pool_backends import PoolBackends
@@ -24,7 +24,8 @@ from llmproxy.core.queueing.queue import Queued
 from llmproxy.core.queueing.usage_limits import UsageLimits
 from llmproxy.core.queueing.waiting_room import WaitingRoom
 
-PASS_MAX = 64  # Maximum number of drops or grants per pass, so that a mass release never blocks the event loop.
+PASS_MAX = 64  # Maximum number of steps of a pass, so that a mass release never blocks the event loop.
+PASS_LEAST, STEP_BACKENDS = 8, 8  # With more than `STEP_BACKENDS` backends each step takes longer.
 
 
 class Parts(Struct, frozen=True):
@@ -41,6 +42,11 @@ class Parts(Struct, frozen=True):
     drain: DrainRate
 
 
+def most_steps(backends: int) -> int:
+    """Returns the maximum number of steps of a pass over this many backends."""
+    return min(PASS_MAX, max(PASS_LEAST, PASS_MAX * STEP_BACKENDS // max(1, backends)))
+
+
 class Pass(Struct):
     """A scheduling pass over one pool. `grant_all` adds its decisions to `decisions`."""
 
@@ -48,7 +54,8 @@ class Pass(Struct):
     now: float
     views: list[View]
     decisions: list[Decision]
-    steps: int = 0  # Requests granted, blocked or readmitted so far, at most PASS_MAX.
+    most: int  # Maximum of `steps`.
+    steps: int = 0  # Requests granted, blocked, readmitted or assigned to a backend without room so far.
     outdated: Sequence[Backend] = ()  # Backends booked last, whose views are refreshed before the next placement.
     blocked: bool = False  # Whether no backend has room for any request.
     # Bands whose requests fit on no backend, even within the minimum share of the band.
@@ -66,7 +73,7 @@ class Pass(Struct):
             unmatched = Unmatched(retries=self.retries)
             # A readmitted request may belong to a lower band that is owed its minimum share.
             while band.size or (self.parts.room.blocked.size and self._readmit(level)):
-                if self.steps >= PASS_MAX or (self.parts.min_shares.shares and not self._grant_guaranteed()):
+                if self.steps >= self.most or (self.parts.min_shares.shares and not self._grant_guaranteed()):
                     break
                 if not band.size:
                     # The last request of the band was granted by the minimum share.
@@ -78,11 +85,10 @@ class Pass(Struct):
                     # Lower bands have lower ceilings, so they find no room either.
                     return
                 if granted is None and not self._readmit(level):
-                    self.parts.room.set_wait_reason(
-                        level, WaitReason.LATER if unmatched.later else WaitReason.NO_MATCH, self.now
-                    )
+                    later = WaitReason.LATER if self.parts.room.claims.by_backend else WaitReason.NO_MATCH
+                    self.parts.room.set_wait_reason(level, later, self.now)
                     break
-            if self.steps >= PASS_MAX or self.blocked:
+            if self.steps >= self.most or self.blocked:
                 return
             if level > DEFAULT and (band.size or self.parts.room.blocked.size):
                 self._preempt(level, some_room=True)
@@ -106,9 +112,9 @@ class Pass(Struct):
     def _grant_guaranteed(self) -> bool:
         """Grants requests of bands with a credit from their minimum share.
 
-        Returns whether the pass may go on to grant other requests: a slot is free and the pass is below PASS_MAX.
+        Returns whether the pass may go on to grant other requests: a slot is free and the pass is below its maximum.
         """
-        while self.steps < PASS_MAX:
+        while self.steps < self.most:
             due = [x for x in self.parts.min_shares.due(self.parts.room.levels()[1:]) if x not in self.guaranteed_none]
             if not due:
                 return True
@@ -119,7 +125,7 @@ class Pass(Struct):
             if not isinstance(granted, Grant):
                 # The objectives of its own streams may block a band. Higher bands go on.
                 self.guaranteed_none.add(due[0])
-        return self.steps < PASS_MAX
+        return self.steps < self.most
 
     def _readmit(self, level: int) -> int:
         """Moves more blocked requests of a band back to their flows. Returns their number."""
@@ -143,26 +149,44 @@ class Pass(Struct):
         self.outdated = ()
         kept = not guaranteed and self.parts.headroom.keeps_slot(level, self.views, self.now)
         views = self.views if guaranteed else self.parts.headroom.views_for(level, self.views, self.now)
+        placement, limits = self.parts.placement, self.parts.limits
         while True:
-            found: Fit | Limited | NoCapacity | None
+            found: Fit | Limited | Later | NoCapacity | None
             if kept:
-                found = limited(head(band, self.now), self.parts.limits) or NO_CAPACITY
+                found = limited(head(band, self.now), limits) or NO_CAPACITY
             else:
                 # Blocked requests may be readmitted in this pass, and use the room that a higher band declined.
                 patient = len(self.parts.room.waiting) == 1 or not self.parts.room.any_below(level)
-                found = first_fit(
-                    band, self.parts.placement, views, ceiling, self.parts.limits, unmatched, self.now, patient=patient
-                )
-            if not isinstance(found, Limited):
+                if self.parts.room.claims.by_backend and patient and not unmatched.closed:
+                    unmatched.closed = self._closed(level, views, ceiling)
+                found = first_fit(band, placement, views, ceiling, limits, unmatched, self.now, patient=patient)
+            if isinstance(found, Later):
+                # The number of free slots only falls during a pass.
+                unmatched.closed.add(found.found.later)
+                band.wait_for(found.queued, found.found)
+            elif isinstance(found, Limited):
+                # A usage limit of the request is full, so it leaves the flow until the limit has room.
+                self.parts.room.block(found.queued, found.limit)
+            else:
                 break
-            # A usage limit of the request is full, so it leaves the flow until the limit has room.
-            self.parts.room.block(found.queued, found.limit)
             self.steps += 1
-            if not band.size or self.steps >= PASS_MAX:
+            if not band.size or self.steps >= self.most:
                 return None
         if not isinstance(found, Fit):
             return found
         return self._book(found, guaranteed)
+
+    def _closed(self, level: int, views: Sequence[View], ceiling: float) -> set[str]:
+        """Returns the backends without room for a band that requests wait for.
+
+        Returns none if a backend needs a probe, because any request may be the probe.
+        """
+        claimed = self.parts.room.claims.by_backend
+        if any(view.probed for view in views):
+            return set()
+        waited_for = [view for view in views if view.available and view.backend in claimed]
+        ready = self.parts.placement.ready(waited_for, level, ceiling, self.now)
+        return {view.backend for view in waited_for} - {view.backend for view in ready}
 
     def _book(self, found: Fit, guaranteed: bool) -> Grant:
         """Books a lease for a request on the backend that was chosen, and adds the Grant to `decisions`."""

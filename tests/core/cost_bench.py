@@ -10,6 +10,7 @@ from llmproxy.core.backends.view import View
 from llmproxy.core.domain import NoMatch, Placed, Request, Usage, Verdict
 from llmproxy.core.placement.cost import CostPlacement
 from llmproxy.core.placement.prefix_index import PrefixIndex
+from llmproxy.core.queueing.claims import Claims
 from tests.core.make import request, view
 
 NONE: frozenset[str] = frozenset()
@@ -29,6 +30,8 @@ class CostBench:
     def __init__(self, seed: int = 7, without: frozenset[str] = NONE) -> None:
         self.index = PrefixIndex()
         self.cost = CostPlacement(Random(seed), self.index, without)
+        self.claims = Claims()
+        self.cost.watch(self.claims)
         self.now = 0.0
         self.leases = 0
 
@@ -39,8 +42,12 @@ class CostBench:
 
     def waits(self, asked: Request, views: Sequence[View], ceiling: float = 1.0) -> bool:
         found = self.cost.place(asked, views, ceiling, NONE, self.now)
-        assert isinstance(found, Placed) or (isinstance(found, NoMatch) and found.later)
-        return isinstance(found, NoMatch)
+        if isinstance(found, NoMatch):
+            assert found.later
+            self.claims.add(asked, found)
+            return True
+        assert isinstance(found, Placed)
+        return False
 
     def terms(self, asked: Request, on: View) -> dict[str, float]:
         return dict(self.place(asked, [on]).terms)
@@ -50,6 +57,8 @@ class CostBench:
 
     def take(self, asked: Request, placed: Placed) -> int:
         self.leases += 1
+        if any(asked.id in claims for claims in self.claims.by_backend.values()):
+            self.claims.drop(asked.id)
         self.cost.booked(self.leases, asked, placed, self.now)
         return self.leases
 

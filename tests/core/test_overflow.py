@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import replace
 from typing import Any
 
@@ -93,8 +93,8 @@ def test_a_pass_examines_a_bounded_number_of_requests(overflows: bool, monkeypat
     assert len(grants(of)) == 1
     lines, looked = Band.lines, list[object]()
 
-    def counted(self: Band, now: float) -> Iterator[Iterable[Queued]]:
-        for line in lines(self, now):
+    def counted(self: Band, now: float, *closed: Set[str]) -> Iterator[Iterable[Queued]]:
+        for line in lines(self, now, *closed):
             looked.append(line)
             yield line
 

@@ -35,6 +35,7 @@ from llmproxy.core.placement.pool_model import STREAM, PoolModel
 from llmproxy.core.placement.prefix_index import PrefixIndex
 from llmproxy.core.placement.price import NAMES, PriceRow, with_headroom
 from llmproxy.core.placement.rates import PROMPTS_MOST
+from llmproxy.core.queueing.claims import Claims
 
 TIE_S = 0.005  # Prices this close count as equal, because no estimate is more exact. Then the least load decides.
 HIT_GAIN = 0.02  # Weight of the newest request in the hit ratio, which reflects about the last fifty.
@@ -77,11 +78,13 @@ class CostPlacement(Placement):
         self._explained: deque[tuple[tuple[str, str, str, float, int, str], list[PriceRow]]] = deque(
             maxlen=EXPLAINED_MAX
         )
-        # State of one scheduling pass, whose calls all have the same `now`: the claims, which `place` adds.
-        self._claims = model.claims
-        self._claims_at_s = -1.0  # The `now` of the pass to which the claims belong.
-        # The earliest time at which a closed backend opens: `changes_at` returns it, so that the scheduler runs again.
+        # The earliest time at which a closed backend opens, as seen at `_seen_s`: `changes_at` returns it, so that the
+        # scheduler runs again.
         self._opens_s = inf
+        self._seen_s = -1.0
+
+    def watch(self, claims: Claims) -> None:
+        self._model.claims = claims
 
     # --- the choice --------------------------------------------------------------------------------------------------
 
@@ -107,12 +110,9 @@ class CostPlacement(Placement):
                     fitting.append(index)
         fitting = fitting or self._idle(able, fits, prices, least_s)
         if not fitting:
-            for index in near:
-                # A pass may place the same request several times. The request keeps its first position.
-                claims = self._claims.setdefault(prices[index].backend, {})
-                claims.setdefault(request.id, prices[index].seconds[NAMES.index("prefill")] or 0.0)
-            # `later` names the backend to wait for; the scheduler passes the request over (`WaitReason.LATER`).
-            return NoMatch(whole_model=False, later=prices[near[0]].backend)
+            cheapest = prices[near[0]]
+            prefill_s = cheapest.seconds[NAMES.index("prefill")] or 0.0
+            return NoMatch(whole_model=False, later=cheapest.backend, prefill_s=prefill_s)
         if len(fitting) > 1:
             near, fitting, lightest = fitting, [], inf
             for index in near:
@@ -203,10 +203,8 @@ class CostPlacement(Placement):
         """
         if band is None:
             return room
-        if now != self._claims_at_s:
-            self._claims_at_s = now
-            self._claims.clear()
-            self._opens_s = inf
+        if now != self._seen_s:
+            self._seen_s, self._opens_s = now, inf
         fits = []
         for view, has in zip(views, room, strict=True):
             fit = has
@@ -259,9 +257,6 @@ class CostPlacement(Placement):
             fetched_tokens=fetched_tokens,
         )
         self._flights[lease] = flight
-        for claims in self._claims.values():
-            # The request may have waited for another backend, so its old claim is dropped.
-            claims.pop(request.id, None)
         if request.adapter is not None:
             self._model.demand.add(request.adapter, now)
         backend_load.book(lease, flight, self._rates, now)

@@ -15,7 +15,7 @@ from llmproxy.core.backends.view import View, rooms
 from llmproxy.core.domain import DEFAULT, NoCapacity, NoMatch, Placed
 from llmproxy.core.placement.policy import NO_CAPACITY, Placement, context_tokens, could_serve
 from llmproxy.core.queueing.blocked import OF_BACKEND
-from llmproxy.core.queueing.queue import Band, Queued
+from llmproxy.core.queueing.queue import NONE_CLOSED, Band, Queued
 from llmproxy.core.queueing.usage_limits import UsageLimits
 
 INVERSION_LOOK_MAX = 64  # Requests of higher bands that are checked when a request of a lower band is granted.
@@ -36,15 +36,22 @@ class Limited(Struct, frozen=True):
     limit: str
 
 
+class Later(Struct, frozen=True):
+    """The next request, which is better served later, by a backend that has no room now."""
+
+    queued: Queued
+    found: NoMatch
+
+
 class Unmatched(Struct):
     """Requests that found no backend in this scheduling pass.
 
     The number of free slots only falls during a pass, so later requests of the same kind find no backend either.
     """
 
-    later: str = ""  # A full backend that an unmatched request should wait for, "" for none.
     # (Model, excluded backends) -> requests with this many context tokens or more have no match.
     from_tokens: dict[tuple[str, frozenset[str]], int] = {}
+    closed: set[str] = set()  # Backends without room that requests wait for.
     # Requests without a match that failed on other backends before.
     retries: list[Queued] = []
 
@@ -75,11 +82,12 @@ def first_fit(
     now: float,
     *,
     patient: bool,
-) -> Fit | Limited | NoCapacity | None:
+) -> Fit | Limited | Later | NoCapacity | None:
     """Returns the next request of `band` with its backend; None if no request can use the free slots.
 
-    Returns Limited if the next request waits for a usage limit or for its only backend. Returns NoCapacity if no
-    backend has a free slot for the band. Requests that match no backend are added to `unmatched`.
+    Returns Limited if the next request waits for a usage limit or for its only backend, and Later if it should wait for
+    a backend without room. Returns NoCapacity if no backend has a free slot for the band. Requests that match no
+    backend are added to `unmatched`. If `patient`, requests that wait for a backend in `unmatched.closed` are omitted.
 
     Each request is tried on: 1. a backend that needs a probe, if `patient`; 2. backends without requests waiting in the
     engine, for a band above `default`; 3. backends that need no probe and have not used up their share in slow start;
@@ -96,7 +104,8 @@ def first_fit(
         trials = trials or view.probed
     if trials:
         ready = [replace(view, available=False) if view.probed else view for view in ready]
-    lines = band.lines(now)
+    closed = unmatched.closed if patient else NONE_CLOSED
+    lines = band.lines(now, closed)
     try:
         for line in lines:
             if unmatched.from_tokens and unmatched.covers_all(band):
@@ -104,6 +113,8 @@ def first_fit(
                 break
             # A head that fits nowhere must not block its flow while lower bands are served.
             for queued in line:
+                if queued.later in closed:
+                    continue
                 if queued.request.limits and (blocked := limited(queued, limits)) is not None:
                     return blocked
                 if queued.request.backend is not None:
@@ -129,9 +140,8 @@ def first_fit(
                 if isinstance(placed, NoCapacity):
                     return placed
                 if placed.later:
-                    queued.later = unmatched.later = placed.later
-                else:
-                    unmatched.add(queued, placed)
+                    return Later(queued, placed)
+                unmatched.add(queued, placed)
                 passed_over += 1
     finally:
         if isinstance(lines, GeneratorType):

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from llmproxy.core.backends.view import View, rooms
 from llmproxy.core.domain import Explained, Learned, NoCapacity, NoMatch, Placed, Request, Role, Usage, Verdict
 from llmproxy.core.policy_registry import Registry
+from llmproxy.core.queueing.claims import Claims
 
 NO_CAPACITY = NoCapacity()
 NO_MATCH = NoMatch(whole_model=False)
@@ -29,6 +30,9 @@ class Placement(ABC):
         never chosen, because the request failed there. Returns NoCapacity if no backend has a free slot under
         `ceiling`, and NoMatch if the backends with a free slot cannot serve this request or are not worth it.
         """
+
+    def watch(self, claims: Claims) -> None:
+        """Gives the placement the requests of its pool that wait for backends without room."""
 
     def booked(self, lease: int, request: Request, placed: Placed, now: float) -> None:
         """Event: `request` was granted the backend of `placed` under `lease`."""

@@ -12,6 +12,7 @@ from llmproxy.core.placement.backend_load import WORK_S, BackendLoad
 from llmproxy.core.placement.prefix_index import PrefixIndex
 from llmproxy.core.placement.price import NAMES, PriceRow
 from llmproxy.core.placement.rates import PoolRates
+from llmproxy.core.queueing.claims import Claims
 
 STREAM = 0.1
 """Weight of a second of streaming, relative to a second before the first token. A reader notices the wait for the first
@@ -33,9 +34,7 @@ class PoolModel:
         self.loads: dict[str, BackendLoad] = {}  # Backend -> its load.
         self.hit_ratio = 0.0  # The mean cached share of prompts.
         self.demand = AdapterDemand(self.rates.loads)
-        self.claims: dict[str, dict[str, float]] = {}
-        """Full or closed backend -> (request id -> prefill seconds) of the requests that wait for it in this pass, in
-        the order in which they will be sent to it."""
+        self.claims = Claims()
 
     def prices(
         self, request: Request, able: Sequence[View], fits: Sequence[bool], ceiling: float, now: float
@@ -160,10 +159,8 @@ class PoolModel:
 
     def _slot_s(self, request: Request, view: View, ceiling: float, answer_s: float, now: float) -> float:
         """Returns the seconds until a backend takes this request, after the requests that already wait for it."""
-        claims = list(self.claims.get(view.backend, {}).items())
-        before = next((index for index, (name, _) in enumerate(claims) if name == request.id), len(claims))
+        before, prompts_s = self.claims.before(request, view.backend)
         if view.has_room(ceiling):
-            prompts_s = sum([prefill_s for _, prefill_s in claims[:before]])
             until_s = self.load_of(view.backend).rationed_until(self.rates, request.band, ceiling, now)
             return until_s - now + prompts_s
         waiting = max(0, view.load - min(view.limit, view.slots(ceiling))) + before + 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Set
 from contextlib import closing
 from heapq import merge
 from math import inf
@@ -11,8 +11,9 @@ from typing import Any
 
 from msgspec import Struct
 
-from llmproxy.core.domain import Request
+from llmproxy.core.domain import NoMatch, Request
 from llmproxy.core.policy_registry import Faults
+from llmproxy.core.queueing.claims import Claims
 from llmproxy.core.queueing.fairness import FairnessPolicy
 from llmproxy.core.queueing.lazy_heap import HeapEntry, LazyHeap
 from llmproxy.core.queueing.ordering import Key, Rank
@@ -21,7 +22,10 @@ FLOW_LOOK_MAX = 8  # Requests of one flow and model that a pass tries, to bound 
 LINE_LOOK_MAX = 64  # Requests of one flow that a pass tries. A heap gets one at least.
 HEAPS_MAX = 64  # Heaps of one flow before its further adapters share a heap.
 
-_SHARED = ""
+HeapName = tuple[str, str]
+"""The adapter or model of the requests in a heap, and the backend without room that they wait for, "" for none."""
+_SHARED: HeapName = ("", "")
+NONE_CLOSED: frozenset[str] = frozenset()
 
 
 def head_rank(request: Request) -> Rank:
@@ -47,8 +51,9 @@ class Queued(Struct, eq=False):
     on_hold: bool = False  # Whether the request arrived while none of its backends was up.
     # The queue of `BlockedRequests` from which the request went back to its flow; None if it never was in one.
     back_from: str | None = None
-    later: str = ""  # A full backend that the request waits for, "" for none.
-    heap: str = ""  # The name of its heap in its flow.
+    later: str = ""  # A backend without room that the request waits for, "" for none.
+    heap: HeapName = _SHARED  # The name of its heap in its flow.
+    entry: HeapEntry[Key, Any] | None = None  # Its valid entry in that heap.
     gone: bool = False
 
 
@@ -58,33 +63,34 @@ def waits(entry: HeapEntry[Any, Queued]) -> bool:
 
 
 def _in_place(entry: HeapEntry[Key, Queued]) -> bool:
-    return not entry[2].gone and entry[2].key == entry[0]
+    return not entry[2].gone and entry[2].entry is entry
 
 
 class _Line:
     """The waiting requests of one flow, in the order of their ranks.
 
-    Each model and adapter has a heap, so that many requests of a full one do not hide requests of another. There may be
-    thousands of adapters, so that those beyond `HEAPS_MAX` share one heap.
+    Each model and adapter has a heap, so that many requests of a full one do not hide requests of another. So have the
+    requests that wait for the same backend. There may be thousands of adapters, so that heaps beyond `HEAPS_MAX` are
+    shared.
     """
 
     __slots__ = ("heaps", "size")
 
     def __init__(self) -> None:
-        self.heaps: dict[str, LazyHeap[Key, Queued]] = {}
+        self.heaps: dict[HeapName, LazyHeap[Key, Queued]] = {}
         self.size = 0
 
     def put(self, queued: Queued, key: Key) -> None:
         request = queued.request
-        name = request.adapter or request.model
+        name = request.adapter or request.model, queued.later
         if name not in self.heaps:
-            if request.adapter is not None and len(self._filled()) >= HEAPS_MAX:
+            if (request.adapter is not None or queued.later) and len(self._filled()) >= HEAPS_MAX:
                 name = _SHARED
             self.heaps.setdefault(name, LazyHeap(_in_place))
         queued.key, queued.heap = key, name
-        self.heaps[name].push(key, queued, self.size + 1)
+        queued.entry = self.heaps[name].push(key, queued, self.size + 1)
 
-    def _filled(self) -> dict[str, LazyHeap[Key, Queued]]:
+    def _filled(self) -> dict[HeapName, LazyHeap[Key, Queued]]:
         """Drops the heaps without a request, and returns the others."""
         self.heaps = {name: heap for name, heap in self.heaps.items() if heap.least() is not None}
         return self.heaps
@@ -105,14 +111,14 @@ class _Line:
             before = None if before is None or below is None else before + below
         return before
 
-    def first(self) -> Generator[Queued, None, None]:
-        if len(self.heaps) == 1:
+    def first(self, closed: Set[str] = NONE_CLOSED) -> Generator[Queued, None, None]:
+        if len(self.heaps) == 1 and not closed:
             (heap,) = self.heaps.values()
             return heap.first(FLOW_LOOK_MAX)
-        return self._merged()
+        return self._merged(closed)
 
-    def _merged(self) -> Generator[Queued, None, None]:
-        filled = self._filled()
+    def _merged(self, closed: Set[str]) -> Generator[Queued, None, None]:
+        filled = {name: heap for name, heap in self._filled().items() if name[1] not in closed}
         most = max(1, min(FLOW_LOOK_MAX, LINE_LOOK_MAX // (len(filled) or 1)))
         heaps = [heap.first(FLOW_LOOK_MAX if name == _SHARED else most) for name, heap in filled.items()]
         try:
@@ -129,8 +135,9 @@ class Band:
     reading in the middle of an answer. The fairness policy does not see them wait, but its accounts are charged.
     """
 
-    def __init__(self, fairness: FairnessPolicy, faults: Faults) -> None:
+    def __init__(self, fairness: FairnessPolicy, faults: Faults, claims: Claims) -> None:
         self.fairness = fairness
+        self._claims = claims  # The claims of all bands.
         # The optional events that the policy observes; None for the others.
         self.on_entered = fairness.entered if _overrides(fairness, "entered") else None
         self.on_started = fairness.started if _overrides(fairness, "started") else None
@@ -198,6 +205,8 @@ class Band:
     def remove(self, queued: Queued) -> None:
         """Removes a waiting request from its flow. Tells the fairness policy if the flow has no other request."""
         flow, kind = queued.request.flow, (queued.request.model, queued.excluded, queued.request.backend)
+        if queued.later:
+            self._claims.drop(queued.request.id)
         self.size -= 1
         self.kinds[kind] -= 1
         if not self.kinds[kind]:
@@ -236,31 +245,43 @@ class Band:
             if line.head() is not before:
                 self._report_head(queued.request.flow, line)
 
+    def wait_for(self, queued: Queued, found: NoMatch) -> None:
+        """Records that a request waits for the backend `found.later`, so that `lines` can omit it."""
+        if queued.later == found.later:
+            return
+        self._claims.add(queued.request, found)
+        queued.later = found.later
+        if queued.request.continued:
+            self._continued.put(queued, queued.key)
+        elif self._only is None:
+            self._sorted_lines[queued.request.flow].put(queued, queued.key)
+
     def _report_head(self, flow: str, line: _Line) -> None:
         head = line.head()
         assert head is not None
         self._faults.notify(self.fairness.backlogged, flow, head.request)
 
-    def lines(self, now: float) -> Iterator[Iterable[Queued]]:
+    def lines(self, now: float, closed: Set[str] = NONE_CLOSED) -> Iterator[Iterable[Queued]]:
         """Yields line by line: the rests of broken streams, then the flows in the order of the policy.
 
-        A line has the first `FLOW_LOOK_MAX` requests of each base model, in order. Close a generator before any change.
+        A line has the first `FLOW_LOOK_MAX` requests of each base model, in order. It omits requests that wait for a
+        backend in `closed`, if many do. Close a generator before any change.
         """
         if self._continued.size:
-            return self._continued_first(now)
+            return self._continued_first(now, closed)
         flows = self.fairness.candidates(now)
-        return iter(((self._only,),)) if self._only is not None else self._lines_of(flows)
+        return iter(((self._only,),)) if self._only is not None else self._lines_of(flows, closed)
 
-    def _continued_first(self, now: float) -> Generator[Iterable[Queued], None, None]:
-        with closing(self._continued.first()) as line:
+    def _continued_first(self, now: float, closed: Set[str]) -> Generator[Iterable[Queued], None, None]:
+        with closing(self._continued.first(closed)) as line:
             yield line
-        with closing(self._lines_of(self.fairness.candidates(now))) as lines:
+        with closing(self._lines_of(self.fairness.candidates(now), closed)) as lines:
             yield from lines
 
-    def _lines_of(self, flows: Iterator[str]) -> Generator[Iterable[Queued], None, None]:
+    def _lines_of(self, flows: Iterator[str], closed: Set[str]) -> Generator[Iterable[Queued], None, None]:
         try:
             for flow in flows:
-                with closing(self.first(flow)) as line:
+                with closing(self._lines[flow].first(closed)) as line:
                     yield line
         finally:
             # A policy may return any iterator. An iterator over a heap puts its entries back when closed.

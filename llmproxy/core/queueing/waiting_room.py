@@ -8,6 +8,7 @@ from math import inf
 from llmproxy.core.domain import Request, Waited, WaitReason
 from llmproxy.core.policy_registry import Faults
 from llmproxy.core.queueing.blocked import OF_BACKEND, BlockedRequests
+from llmproxy.core.queueing.claims import Claims
 from llmproxy.core.queueing.deadlines import Deadlines
 from llmproxy.core.queueing.fairness import policies
 from llmproxy.core.queueing.lazy_heap import LazyHeap
@@ -48,6 +49,7 @@ class WaitingRoom:
         self._drain = drain
         # Band -> (time, reason) of the last decision that made the band wait.
         self._wait_reasons: dict[int, tuple[float, WaitReason]] = {}
+        self.claims = Claims()
         self.bands = _Bands(self.make_band)  # Priority level -> band, created at the first use.
         # For shedding: band -> its requests, the newest first, rests of streams last. Sorted only when needed.
         self._newest: dict[int, LazyHeap[float, Queued]] = {}
@@ -70,7 +72,7 @@ class WaitingRoom:
 
     def make_band(self, level: int) -> Band:
         fairness = policies.get(self._settings.fairness)(self._settings)
-        band = self.bands[level] = Band(fairness, self._faults)
+        band = self.bands[level] = Band(fairness, self._faults, self.claims)
         self._newest[level] = LazyHeap(waits)
         self.order = sorted(self.bands, reverse=True)
         return band
@@ -258,3 +260,5 @@ class WaitingRoom:
         assert sorted(queued + blocked) == sorted(self.waiting), "the bands and the index of waiting requests differ"
         assert set(self._labels.values()) <= self.waiting.keys(), "a request that left is still known by its label"
         assert not any(one.gone for one in self.waiting.values()), "a request that left is still waiting"
+        claimed = {one: backend for backend, claims in self.claims.by_backend.items() for one in claims}
+        assert claimed == {one.request.id: one.later for one in self.waiting.values() if one.later}

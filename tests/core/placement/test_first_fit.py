@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 
 import pytest
 
@@ -18,11 +18,14 @@ from llmproxy.core.domain import (
     NoMatch,
     Placed,
     Request,
+    Usage,
+    Verdict,
 )
+from llmproxy.core.lease_events import Returned, Started
 from llmproxy.core.placement.policy import NO_MATCH, NO_MATCH_FOR_MODEL, Placement
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.queue import Band, Queued
-from tests.core.make import DEFAULTS, grants, listing, pools, reading, request
+from tests.core.make import DEFAULTS, grants, kill, listing, pools, reading, request
 
 PARTS = {"a": slice(1), "b": slice(2), "c": slice(1, 2)}
 """The models of three backends. `b` has both."""
@@ -65,10 +68,78 @@ def test_request_that_waits_by_choice_hides_no_others_of_its_model(
     assert sorted(granted(Picky({"first": why}), first, second, third)) == went
 
 
-def test_waiting_request_is_tried_again_after_each_grant() -> None:
-    placement = Picky({"first": LATER})
-    granted(placement, request(id="first"), request(id="second"), request(id="third"))
-    assert placement.asked.count("first") > 1
+class Waiting(Picky):
+    """Has requests of the model `m` wait for backend `a` while that is up. Others get the first backend with room."""
+
+    def place(
+        self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
+    ) -> Placed | NoCapacity | NoMatch:
+        self.asked.append(request.id)
+        ready = [view.backend for view in self.ready(views, request.band, ceiling, now)]
+        up = any(view.available and view.backend == "a" for view in views)
+        if request.model == "m" and up and "a" not in ready:
+            return LATER
+        return Placed(ready[0], 0.0, (), 1)
+
+
+def waiting_for_a(waiters: int) -> tuple[Pools, Waiting]:
+    """Returns a pool whose backend `a` is full, with this many requests that wait for it."""
+    placement = Waiting({})
+    cards = {name: Listing(0.0, (ModelCard("m", None, 4096), ModelCard("n", None, 4096))) for name in "ab"}
+    of = pools({"a": 1, "b": 100}, placements=lambda: placement, listings=cards)
+    pool = of.pool_of("a")
+    of.submit(request(id="running", pool=pool, model="m"), 0.0)
+    assert [grant.placed.backend for grant in grants(of)] == ["a"]
+    for number in range(waiters):
+        of.submit(request(id=f"m{number}", pool=pool, model="m", arrived_s=float(number)), 0.0)
+    return of, placement
+
+
+def test_many_requests_that_wait_for_a_backend_hide_no_later_request() -> None:
+    of, _ = waiting_for_a(20)
+    of.submit(request(id="n", pool=of.pool_of("a"), model="n", arrived_s=99.0), 0.0)
+    assert [(grant.request.id, grant.placed.backend) for grant in grants(of)] == [("n", "b")]
+
+
+def test_request_that_waits_for_a_backend_is_tried_again_when_that_has_room() -> None:
+    of, placement = waiting_for_a(20)
+    assert grants(of) == []
+    assert sorted(placement.asked) == sorted(["running", *(f"m{number}" for number in range(20))])
+    placement.asked.clear()
+    assert grants(of, 1.0) == []
+    assert placement.asked == []
+    of.apply(Returned(1, Verdict.SERVED, Usage(1, 1)), 2.0)
+    assert [grant.request.id for grant in grants(of, 2.0)] == ["m0"]
+    assert placement.asked == ["m0"]
+
+
+def test_request_that_waits_for_a_backend_goes_elsewhere_when_that_is_down() -> None:
+    of, _ = waiting_for_a(3)
+    assert grants(of) == []
+    kill(of, "a")
+    assert [grant.placed.backend for grant in grants(of, 1.0)] == ["b", "b", "b"]
+
+
+def test_request_that_leaves_is_not_waited_behind() -> None:
+    of, _ = waiting_for_a(3)
+    assert grants(of) == []
+    of.cancel(request(id="m1", pool=of.pool_of("a"), model="m"))
+    of.check(1.0)
+
+
+def test_requests_with_a_hot_prefix_spill_to_other_backends() -> None:
+    """Each waits for the backend that has cached the prefix only while that is quicker than to compute the prefix."""
+    of, prefix = pools(dict.fromkeys("abc", 16), DEFAULTS), tuple(range(100))
+    for number in range(16):
+        of.submit(request(id=f"hot{number}", prefix=prefix, prefix_tokens=320.0, prompt_tokens=32_000), number / 10)
+        for grant in grants(of, number / 10):
+            of.apply(Started(grant.lease), number / 10 + 0.05)
+    home = [name for name, backend in of.backends.items() if backend.own_in_flight]
+    assert len(home) == 1
+    for _ in range(100):
+        of.submit(request(prefix=prefix, prefix_tokens=320.0, prompt_tokens=32_000, output_tokens=100), 2.0)
+    spilled = [grant.placed.backend for _ in range(2) for grant in grants(of, 2.0)]
+    assert set(spilled) == set("abc") - set(home)
 
 
 class Choosy(Picky):
@@ -111,8 +182,8 @@ def test_flows_of_a_full_model_are_not_walked_while_another_model_has_room(
         of.submit(request(pool=of.pool_of("a"), model="m", flow="bound", backend="a"), 0.0)
     lines, looked = Band.lines, list[object]()
 
-    def counted(self: Band, now: float) -> Iterator[Iterable[Queued]]:
-        for line in lines(self, now):
+    def counted(self: Band, now: float, *closed: Set[str]) -> Iterator[Iterable[Queued]]:
+        for line in lines(self, now, *closed):
             looked.append(line)
             yield line
 

@@ -7,6 +7,7 @@ import pytest
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, AdmissionKind, Request, Verdict
 from llmproxy.core.lease_events import Returned
 from llmproxy.core.policy_registry import Faults
+from llmproxy.core.queueing.claims import Claims
 from llmproxy.core.queueing.deadlines import Deadlines
 from llmproxy.core.queueing.fairness.fcfs import FcfsFairness
 from llmproxy.core.queueing.occupancy import DrainRate, Full, Occupancy
@@ -70,7 +71,7 @@ def waiting(band: Band, flow: str = "flow") -> list[str]:
 
 
 def test_a_retry_comes_back_to_where_it_stood() -> None:
-    band = Band(FcfsFairness(DEFAULTS), Faults())
+    band = Band(FcfsFairness(DEFAULTS), Faults(), Claims())
     asked = {name: request(id=name, arrived_s=at) for name, at in [("r1", 1.0), ("r2", 2.0), ("r3", 3.0), ("r9", 9.0)]}
     lines = {name: queued(asked[name]) for name in ("r9", "r1", "r3", "r2")}
     for one in lines.values():
@@ -84,7 +85,7 @@ def test_a_retry_comes_back_to_where_it_stood() -> None:
 
 
 def test_preempted_requests_come_first_in_the_order_of_arrival() -> None:
-    band = Band(FcfsFairness(DEFAULTS), Faults())
+    band = Band(FcfsFairness(DEFAULTS), Faults(), Claims())
     first, second, third = (request(id=f"r{at}", arrived_s=float(at)) for at in (1, 2, 3))
     band.push(queued(first), 3.0)
     for one in (third, second):
@@ -93,7 +94,7 @@ def test_preempted_requests_come_first_in_the_order_of_arrival() -> None:
 
 
 def test_requests_of_one_instant_keep_their_order_and_each_can_leave() -> None:
-    band = Band(FcfsFairness(DEFAULTS), Faults())
+    band = Band(FcfsFairness(DEFAULTS), Faults(), Claims())
     lines = [queued(request(arrived_s=1.0)) for _ in range(5)]
     for one in lines:
         band.push(one, 1.0)
@@ -115,7 +116,7 @@ def test_requests_of_an_adapter_on_a_full_backend_hide_no_other_adapter() -> Non
 
 def test_a_flow_has_a_bounded_number_of_heaps_and_of_looks() -> None:
     """The adapters beyond share a heap, and an adapter without a request needs none."""
-    band = Band(FcfsFairness(DEFAULTS), Faults())
+    band = Band(FcfsFairness(DEFAULTS), Faults(), Claims())
     lines = [
         queued(request(adapter=f"a{number % (2 * HEAPS_MAX)}", arrived_s=number)) for number in range(6 * HEAPS_MAX)
     ]
@@ -129,13 +130,13 @@ def test_a_flow_has_a_bounded_number_of_heaps_and_of_looks() -> None:
     for one in lines[:-1]:
         band.remove(one)
     band.push(again := queued(request(adapter="new", arrived_s=1e3)), 0.0)
-    assert again.heap == "new"
+    assert again.heap == ("new", "")
     assert waiting(band) == [lines[-1].request.id, again.request.id]
     band.check(0.0)
 
 
 def test_the_policy_hears_of_new_heads_and_of_the_last_one_leaving() -> None:
-    band = Band(FcfsFairness(DEFAULTS), Faults())
+    band = Band(FcfsFairness(DEFAULTS), Faults(), Claims())
     slow, quick = queued(request(flow="slow", arrived_s=1.0)), queued(request(flow="quick", arrived_s=2.0))
     behind = queued(request(flow="slow", arrived_s=3.0))
     for one in (slow, quick, behind):
@@ -151,7 +152,7 @@ def test_the_policy_hears_of_new_heads_and_of_the_last_one_leaving() -> None:
 
 
 def test_a_rank_that_changes_with_time_tells_the_policy_the_new_head() -> None:
-    band = Band(FcfsFairness(DEFAULTS), Faults())
+    band = Band(FcfsFairness(DEFAULTS), Faults(), Claims())
     old = Queued(request(id="old", flow="f", arrived_s=5.0), Rank((9.0, 0.0), 10.0, (-1.0, 0.0)))
     young = Queued(request(id="young", flow="f", arrived_s=7.0), Rank((1.0, 0.0)))
     other = queued(request(flow="g", arrived_s=6.0))
