@@ -83,6 +83,8 @@ def init(
     Without URLs and --from, ask for them in a terminal. --from reads a command of vllm-router, production-stack or
     SGLang's gateway, values of production-stack's chart, a configuration of LiteLLM or nginx, or an InferencePool.
     Servers of --from that answer, but not like engines, are left out.
+
+    The exit code is 1 if no server is usable now. The file is written all the same.
     """
     from llmproxy.tools.doctor.carried import NotReadError
     from llmproxy.tools.doctor.init import configuration, write
@@ -129,7 +131,11 @@ def init(
     typer.echo(f"\n{out}: written; backends: {len(replicas) + len(looked_up)}{less}")
     if carried is not None and carried.left:
         typer.echo(f"Not carried over from {carried.router}: {len(carried.left)}, listed at its end")
-    typer.echo(f"Next: {f'{PREFIX}BACKEND_API_KEY=... ' if key else ''}llmproxy serve --config {out}")
+    with_key = f"{PREFIX}BACKEND_API_KEY=... " if key else ""
+    if unusable == len(replicas) and not looked_up:
+        typer.echo(f"No server is usable now. Follow the advice above, and look again: {with_key}llmproxy doctor {out}")
+        raise typer.Exit(1)
+    typer.echo(f"Next: {with_key}llmproxy serve --config {out}")
 
 
 def shadow(

@@ -140,10 +140,13 @@ async def _look(backend: BackendConfig, upstream: Upstream, api_key: str | None)
         return replica
     replica.status = models.status
     _read_models(replica, models, has_key=bool(key))
-    if replica.usable and not isinstance(health, Problem) and health.status >= 500:
-        replica.note(f"/health answers {health.status}", WAIT, fatal=True)
     if replica.usable:
         _read_engine(replica, version)
+        if isinstance(health, Problem):
+            replica.note(f"/health: {health.text}", WAIT, fatal=True)
+        elif health.status >= 500:
+            replica.note(f"/health answers {health.status}", WAIT, fatal=True)
+    if replica.usable:
         _read_metrics(replica, metrics)
         _read_config(replica, info)
         _compare_clocks(replica, models)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from aiohttp import web
@@ -25,8 +26,9 @@ def engine(
     info: Any = None,
     key: str | None = None,
     date: str | None = None,
+    hangs: str = "",
 ) -> TestServer:
-    """A vLLM server. `info` is the answer of its development mode."""
+    """A vLLM server. `info` is the answer of its development mode, and `hangs` a path that it never answers."""
 
     @web.middleware
     async def guard(request: web.Request, handler: Any) -> web.StreamResponse:
@@ -44,6 +46,8 @@ def engine(
     }
 
     async def answer(request: web.Request) -> web.Response:
+        if request.path == hangs:
+            await asyncio.Event().wait()
         if request.path == "/metrics":
             return web.Response(text=metrics)
         found = answers.get(request.path)

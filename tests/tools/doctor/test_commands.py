@@ -89,7 +89,10 @@ async def test_init_writes_what_serve_reads(
 async def test_a_preset_that_needs_models_says_that_none_is_known(tmp_path: Path, unused_tcp_port: int) -> None:
     out = tmp_path / "out.yaml"
     done = await run("init", f"http://127.0.0.1:{unused_tcp_port}", "--out", str(out), "--preset", "chat")
-    assert done.exit_code == 0
+    assert done.exit_code == 1
+    assert done.stdout.endswith(
+        f"\nNo server is usable now. Follow the advice above, and look again: llmproxy doctor {out}\n"
+    )
     assert "# No server told its models." in out.read_text()
 
 
@@ -129,7 +132,7 @@ async def test_init_sends_the_key_to_no_server_of_others(server: TestServer, tmp
         servers = " ".join(f"server 127.0.0.1:{one.port};" for one in (server, page, api, loading))
         file.write_text(f"upstream all {{ {servers} }}\n")
         done = await run("init", "--from", str(file), "--out", str(out), LLMPROXY_BACKEND_API_KEY="secret")
-        assert done.exit_code == 0, done.output
+        assert done.exit_code == 1, done.output
         assert [one.url for one in load(out).backends] == [url_of(loading)]
         assert f"# - {url_of(server)}: /v1/models answers 401: it wants an API key. Give its key" in out.read_text()
         done = await run("init", "--from", str(file), "--out", str(out), "--force", "--api-key", "secret")
@@ -181,7 +184,7 @@ async def test_init_replaces_a_file_only_by_force(tmp_path: Path, unused_tcp_por
     arguments = "init", f"http://127.0.0.1:{unused_tcp_port}", "--out", str(out)
     done = await run(*arguments)
     assert (done.exit_code, "--force" in done.stderr, out.read_text()) == (2, True, "mine")
-    assert (await run(*arguments, "--force")).exit_code == 0
+    assert (await run(*arguments, "--force")).exit_code == 1
     assert out.read_text() != "mine"
     done = await run("init", "dns+http://vllm:8000", "--out", str(tmp_path / "none" / "out.yaml"))
     assert (done.exit_code, "cannot write" in done.stderr) == (2, True)

@@ -98,6 +98,14 @@ async def test_servers_that_do_not_answer(monkeypatch: pytest.MonkeyPatch, unuse
     assert not any("ssl" in text.lower() for text in texts)
 
 
+async def test_an_engine_that_hangs_is_not_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its API server lists models, and `/health` waits for the engine."""
+    monkeypatch.setattr(look, "TIMEOUT_S", 0.2)
+    [replica] = await seen(engine(hangs="/health"))
+    assert (replica.usable, replica.engine, replica.foreign) == (False, "vLLM", "")
+    assert "ERROR     /health: no answer within 0.2 s" in report([replica])
+
+
 async def test_differences_between_replicas() -> None:
     replicas = await seen(engine(), engine(card(length=8192), version="0.31.0"), web_page())
     text = report(replicas, ["dns+http://vllm:8000"])
