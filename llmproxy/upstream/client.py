@@ -8,6 +8,7 @@ import socket
 import ssl
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Self
 
@@ -85,7 +86,7 @@ class HttpUpstream:
         size_bytes = sum(map(len, body))
         head = _head(url, method, path_qs, headers, size_bytes)
         to = base_url, self._endpoints.tls.get(base_url)
-        reused = self._take_idle(to)
+        reused = self._take_idle(to, url.raw_host)
         if reused is not None:
             sent_s = asyncio.get_running_loop().time()
             try:
@@ -107,7 +108,7 @@ class HttpUpstream:
         if len(self._connections) + self._connecting >= self._connections_max:
             self._make_room()
         name = (peer.server_name if peer is not None else None) or url.host
-        found: list[aiohappyeyeballs.AddrInfoType] = []
+        found, address = list[aiohappyeyeballs.AddrInfoType](), ""
         self._connecting += 1
         try:
             async with asyncio.timeout(timeout_s):
@@ -115,6 +116,8 @@ class HttpUpstream:
                 sock = await aiohappyeyeballs.start_connection(
                     found, happy_eyeballs_delay=OTHER_ADDRESS_AFTER_S, loop=loop
                 )
+                with suppress(OSError):  # A peer that has gone already has no address.
+                    address = sock.getpeername()[0]
                 _, connection = await loop.create_connection(
                     lambda: BackendConnection(
                         base_url, partial(self._freed, to), partial(self._lost, to), self._failures
@@ -130,17 +133,21 @@ class HttpUpstream:
             raise LocalFailure(lack, detail) if lack is not None else ConnectFailed(detail) from error
         finally:
             self._connecting -= 1
+        connection.peer = address
         self._connections.add(connection)
         return connection
 
     # --- idle connections ---------------------------------------------------------------------------------------------
 
-    def _take_idle(self, to: _Destination) -> BackendConnection | None:
+    def _take_idle(self, to: _Destination, host: str | None) -> BackendConnection | None:
         idle = self._idle.get(to)
         now = asyncio.get_running_loop().time()
+        current = self._endpoints.resolver.current.get(host)
         while idle:
             connection = idle.pop()
-            if connection.usable and now - connection.free_since_s < IDLE_MAX_S:
+            # A machine that its name has left may still answer.
+            left = current is not None and connection.peer not in current
+            if not left and connection.usable and now - connection.free_since_s < IDLE_MAX_S:
                 return connection
             connection.abort()
         return None

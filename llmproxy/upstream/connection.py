@@ -42,7 +42,7 @@ class BackendConnection(asyncio.Protocol):
     __slots__ = (
         "_complete", "_drained", "_exchange", "_failures", "_head_bytes", "_heard", "_on_free", "_on_lost", "_parser",
         "_paused", "_persistent", "_pieces", "_sent", "_surplus", "_transport", "_unread", "free_since_s", "name",
-        "used",
+        "peer", "used",
     )  # fmt: skip
 
     def __init__(
@@ -67,6 +67,7 @@ class BackendConnection(asyncio.Protocol):
         self._sent = self._heard = self._complete = self._surplus = self._persistent = False
         self._head_bytes = 0
         self._unread = poll()  # Polls the socket for bytes that the loop has not read yet.
+        self.peer = ""  # The IP address of the backend.
         self.used = False  # Whether the connection has carried an exchange.
         self.free_since_s = 0.0  # When the last exchange ended, on the event loop's clock.
 

@@ -61,6 +61,8 @@ class Resolver:
 
     def __init__(self, look_up: LookUp | None = None) -> None:
         self._look_up = look_up or ask_system
+        # Followed name -> its last resolved IP addresses, kept while look-ups fail.
+        self.current: dict[str | None, frozenset[str]] = {}
         self._names: dict[str, _Name] = {}
         self._looking: dict[str, asyncio.Task[Sequence[Address]]] = {}
         self._turns = {failed: asyncio.Semaphore(LOOK_UPS_MAX) for failed in (False, True)}
@@ -74,6 +76,7 @@ class Resolver:
         }
         for host in self._names.keys() - hosts:
             task = self._names.pop(host).following
+            self.current.pop(host, None)
             assert task is not None
             task.cancel()
         for host in hosts - self._names.keys():
@@ -135,6 +138,7 @@ class Resolver:
         if name.why or (name.addresses and set(name.addresses) != set(found)):
             _log.info("name_resolved", name=name.host, addresses=_hosts(found), before=_hosts(name.addresses))
         name.addresses, name.why = found, ""
+        self.current[name.host] = frozenset(place[0] for _, place in found)
         name.asked.set()
 
     def _unresolved(self, name: _Name, why: str) -> None:

@@ -289,6 +289,37 @@ async def test_idle_connections_make_room_the_oldest_first(server: RawServer) ->
     assert (reused, len(server.peers)) == ([True, True], 3)
 
 
+@pytest.mark.parametrize(("then", "reused"), [(["127.0.0.2", "127.0.0.1"], True), (["127.0.0.2"], False)])
+async def test_a_kept_connection_is_used_while_its_name_has_the_address(
+    then: list[str], reused: bool, server: RawServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmproxy.upstream.resolver.REFRESH_S", 0.001)
+    server.script = answering(OK)
+    places, changed, asked = ["127.0.0.1"], asyncio.Event(), asyncio.Semaphore(0)
+
+    async def look_up(_: str) -> list[Address]:
+        if changed.is_set():
+            asked.release()
+        return [(socket.AF_INET, (place, 0)) for place in places]
+
+    resolver, url = Resolver(look_up), server.url.replace("127.0.0.1", "gpu.test")
+    resolver.follow([url])
+    async with HttpUpstream(Endpoints(resolver)) as upstream, asyncio.timeout(WAIT_MAX_S):
+        await read_all(await post(upstream, url))
+        places[:] = then
+        changed.set()
+        # The second look-up comes after the answer to the first.
+        for _ in range(2):
+            await asked.acquire()
+        if reused:
+            assert (await post(upstream, url)).reused
+        else:
+            with pytest.raises(ConnectFailed):
+                await post(upstream, url)
+            await gone(server)
+    await resolver.close()
+
+
 @pytest.mark.parametrize("idle", [2, 3])
 async def test_each_connection_of_a_burst_makes_room(idle: int, server: RawServer) -> None:
     server.script = answering(OK)
