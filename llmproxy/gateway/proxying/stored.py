@@ -88,6 +88,9 @@ class StoredResponses:
         self._dispatcher = dispatcher
         self._made_by: dict[str, tuple[str, str]] = {}
         self._ids_of: dict[str, OrderedDict[str, None]] = {}
+        # Number of ids -> the tenants with so many. The tenant with the most is found without a search of all.
+        self._tenants_with: dict[int, dict[str, None]] = {}
+        self._most = 0  # No tenant has more ids.
         # Called with id, backend and tenant of each response that was made in this process.
         self.on_made: Callable[[str, str, str], None] = lambda *_: None
         # Called with id, backend and tenant of each response that another process has announced as authoritative.
@@ -126,14 +129,36 @@ class StoredResponses:
             if not authoritative:
                 return False
             del self._ids_of[owner][response_id]
+            self._resized(owner, -1)
         self._made_by[response_id] = backend, tenant
-        self._ids_of.setdefault(tenant, OrderedDict())[response_id] = None
+        ids = self._ids_of.setdefault(tenant, OrderedDict())
+        if response_id not in ids:
+            ids[response_id] = None
+            self._resized(tenant, 1)
         if len(self._made_by) > IDS_MAX:
-            first, _ = max(self._ids_of.values(), key=len).popitem(last=False)
+            while self._most not in self._tenants_with:
+                self._most -= 1
+            largest, _ = self._tenants_with[self._most].popitem()
+            first, _ = self._ids_of[largest].popitem(last=False)
             del self._made_by[first]
+            self._resized(largest, -1)
         if authoritative:
             self.on_owner(response_id, backend, tenant)
         return True
+
+    def _resized(self, tenant: str, by: int) -> None:
+        """Notes that `tenant` has `by` more ids than before, 1 or -1."""
+        size = len(self._ids_of[tenant])
+        before = self._tenants_with.get(size - by)
+        if before is not None:
+            before.pop(tenant, None)
+            if not before:
+                del self._tenants_with[size - by]
+        if size:
+            self._tenants_with.setdefault(size, {})[tenant] = None
+            self._most = max(self._most, size)
+        else:
+            del self._ids_of[tenant]
 
     def backend_for(self, response_id: str, tenant: Tenant = NO_TENANT) -> str | None:
         """Returns the backend that stores a response of `tenant`.

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
+from typing import ClassVar
+from weakref import ref
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from llmproxy.config import Config
+from llmproxy.gateway.proxying import stored as stored_module
 from llmproxy.gateway.proxying.rules import Rulebook, Rules
 from llmproxy.gateway.proxying.stored import IDS_MAX, StoredResponses
 from llmproxy.gateway.request.auth import Tenant
 from llmproxy.upstream.port import Exchange
+from tests.counted import calls_in
 from tests.dispatching import dispatcher
 
 
@@ -45,6 +53,52 @@ def test_a_tenant_with_many_responses_forgets_only_its_own() -> None:
         stored.remember(f'{{"id":"resp_{i}"}}'.encode(), "gpu-1", zeta)
     assert (len(stored.made_by), stored.backend_for("resp_acme", acme)) == (IDS_MAX, "gpu-0")
     assert [stored.backend_for(f"resp_{i}", zeta) for i in (5, 6)] == [None, "gpu-1"]
+
+
+class Counted(OrderedDict[str, None]):
+    """The ids of a tenant. `len` is a call of Python, which is counted."""
+
+    all: ClassVar[list[ref[Counted]]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all.append(ref(self))
+
+    def __len__(self) -> int:
+        return super().__len__()
+
+
+def test_the_oldest_id_of_the_largest_tenant_is_forgotten_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_module, "IDS_MAX", 100)
+    monkeypatch.setattr(stored_module, "OrderedDict", Counted)
+
+    def calls_with(tenants: int) -> int:
+        stored, Counted.all = stored_responses(), []
+        for i in range(150):
+            stored.note(f"resp_{i}", "gpu-0", f"tenant-{i % tenants}")
+        assert len([one for one in Counted.all if one() is not None]) == min(tenants, 100), "no tenant without ids"
+        return calls_in(lambda: stored.note("resp_new", "gpu-0", f"tenant-{149 % tenants}"))
+
+    calls = [calls_with(tenants) for tenants in (2, 90, 150)]
+    assert max(calls) < min(calls) + 5, "of a few cases, not of all tenants"
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 3), st.booleans())))
+def test_the_largest_tenant_always_pays(notes: list[tuple[int, int, bool]]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stored_module, "IDS_MAX", 6)
+        stored = stored_responses()
+        for number, tenant, authoritative in notes:
+            sizes = Counter(owner for _, owner in stored.made_by.values())
+            before = set(stored.made_by)
+            noted = stored.note(f"resp_{number}", "gpu-0", f"t{tenant}", authoritative=authoritative)
+            sizes[f"t{tenant}"] += noted and f"resp_{number}" not in before
+            after = Counter(owner for _, owner in stored.made_by.values())
+            if before - set(stored.made_by):
+                assert after.total() == 6
+                assert max(sizes.values()) - 1 <= max(after.values()) <= max(sizes.values())
+                assert [size - after[name] for name, size in sizes.items() if size != after[name]] == [1]
+                assert all(sizes[name] == max(sizes.values()) for name in sizes if sizes[name] != after[name])
 
 
 CREATED = b'event: response.created\ndata: {"response":{"id":"resp_0","created_at":1}}\n\n'
