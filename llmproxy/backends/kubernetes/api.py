@@ -1,4 +1,4 @@
-"""A client of the Kubernetes API server, with the service account of this process."""
+"""A client of the Kubernetes API server of this cluster, with the service account of this process, or of another."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ class ApiError(Exception):
 
 
 class KubernetesApi:
-    """Sends requests to the API server, with the service account of this process.
+    """Sends requests to the API server. Call `close` at the end.
 
-    `url` is the URL of the server; None means the cluster in which this process runs. Call `close` at the end.
+    `url` is the URL of the server; None means the cluster in which this process runs. Only this cluster's server gets
+    the token of the service account, and is verified with its CA. Any other is verified with the CAs of the system.
     """
 
     def __init__(self, url: str | None, account: Path = ACCOUNT) -> None:
@@ -59,7 +60,7 @@ class KubernetesApi:
                 f"{server}{path}",
                 params=query,
                 headers=self._headers(),
-                ssl=self._trust(server),
+                ssl=self._trust(),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=ANSWER_S, sock_read=silence_s),
             ) as answer:
                 if answer.status != 200:
@@ -80,7 +81,7 @@ class KubernetesApi:
                 f"{server}{path}",
                 json=content,
                 headers=self._headers(),
-                ssl=self._trust(server),
+                ssl=self._trust(),
                 timeout=aiohttp.ClientTimeout(total=ANSWER_S),
             ) as answer:
                 if not answer.ok:
@@ -104,12 +105,12 @@ class KubernetesApi:
 
     def _headers(self) -> dict[str, str]:
         # The token is replaced about once an hour, so it is read for each request.
-        token = self._read("token")
+        token = self._read("token") if self._url is None else None
         return {"Accept": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
 
-    def _trust(self, server: str) -> ssl.SSLContext | bool:
+    def _trust(self) -> ssl.SSLContext | bool:
         authorities = self._account / "ca.crt"
-        if not server.startswith("https:") or not authorities.exists():
+        if self._url is not None or not authorities.exists():
             return True
         return ssl.create_default_context(cafile=authorities)
 

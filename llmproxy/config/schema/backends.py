@@ -192,7 +192,8 @@ class DiscoveryConfig(Section):
     kubernetes_api: Annotated[Annotated[str, AfterValidator(base_url)] | None, idle.unless_url(KUBERNETES)] = Field(
         default=None, examples=["http://127.0.0.1:8001"]
     )
-    """URL of the API server, such as `kubectl proxy`. null: the proxy's own cluster."""
+    """URL of the API server, such as `kubectl proxy`, without the token of the pod's service account. null: the proxy's
+    own cluster."""
 
 
 class HealthConfig(Section):

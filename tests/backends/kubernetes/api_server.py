@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import ssl
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -256,12 +257,12 @@ def documents() -> dict[str, Object]:
 
 
 @asynccontextmanager
-async def api_server() -> AsyncIterator[ApiServer]:
+async def api_server(tls: ssl.SSLContext | None = None) -> AsyncIterator[ApiServer]:
     api = ApiServer()
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", api.serve)
     server = TestServer(app, handler_cancellation=True)
-    await server.start_server()
+    await server.start_server(ssl=tls)
     api.url = str(server.make_url("")).rstrip("/")
     try:
         yield api

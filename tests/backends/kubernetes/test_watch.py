@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+import trustme
 from structlog.testing import capture_logs
 
 from llmproxy.backends.kubernetes import api as api_module
@@ -36,8 +38,8 @@ async def server() -> AsyncIterator[ApiServer]:
 class Follower:
     """A source, with the result of its last look or its failure."""
 
-    def __init__(self, server: ApiServer, url: str, account: Path) -> None:
-        self.source = KubernetesSource(BackendConfig(url=url), KubernetesApi(server.url, account))
+    def __init__(self, server: str | None, url: str, account: Path) -> None:
+        self.source = KubernetesSource(BackendConfig(url=url), KubernetesApi(server, account))
         self.found: dict[str, str] | None = None
         self.failures: list[str] = []
         self.looks = 0
@@ -67,7 +69,7 @@ async def follow(server: ApiServer, tmp_path: Path) -> AsyncIterator[Callable[..
     made: list[Follower] = []
 
     def start(url: str = "kubernetes+http://service/vllm") -> Follower:
-        made.append(Follower(server, url, tmp_path))
+        made.append(Follower(server.url, url, tmp_path))
         return made[-1]
 
     yield start
@@ -218,23 +220,51 @@ async def test_a_watch_in_silence_is_lost(
     await one.until("b")
 
 
-async def test_a_token_is_read_for_each_request(
-    server: ApiServer, follow: Callable[..., Follower], tmp_path: Path
+async def test_the_own_cluster_gets_the_token_as_it_is_at_each_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    ca, tls = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    ca.issue_cert("127.0.0.1").configure_cert(tls)
+    ca.cert_pem.write_to_path(tmp_path / "ca.crt")
     (tmp_path / "token").write_text("old\n")
     (tmp_path / "namespace").write_text("serving")
-    server.token = "old"
+    async with api_server(tls) as server:
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+        monkeypatch.setenv("KUBERNETES_SERVICE_PORT", server.url.rpartition(":")[2])
+        server.token = "old"
+        server.put(SLICES, has("a"))
+        one = Follower(None, "kubernetes+http://service/vllm", tmp_path)
+        await one.until("a")
+        assert server.asked[0]["path"] == "/apis/discovery.k8s.io/v1/namespaces/serving/endpointslices"
+        await until(lambda: server.watching)
+        server.token = "new"
+        server.cut()
+        await until(lambda: any("the token of the service account is not accepted" in why for why in one.failures))
+        (tmp_path / "token").write_text("new")
+        server.put(SLICES, has("a", "b"))
+        await one.until("a", "b")
+        await one.close()
+
+
+async def test_another_server_gets_no_token(server: ApiServer, follow: Callable[..., Follower], tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("secret")
+    # Not read: it is no certificate.
+    (tmp_path / "ca.crt").write_text("")
     server.put(SLICES, has("a"))
-    one = follow()
-    await one.until("a")
-    assert server.asked[0]["path"] == "/apis/discovery.k8s.io/v1/namespaces/serving/endpointslices"
-    await until(lambda: server.watching)
-    server.token = "new"
-    server.cut()
-    await until(lambda: any("the token of the service account is not accepted" in why for why in one.failures))
-    (tmp_path / "token").write_text("new")
-    server.put(SLICES, has("a", "b"))
-    await one.until("a", "b")
+    await follow().until("a")
+    assert set(server.tokens) == {""}
+
+
+async def test_another_server_is_not_verified_with_the_ca_of_the_own_cluster(tmp_path: Path) -> None:
+    ca, tls = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    ca.issue_cert("127.0.0.1").configure_cert(tls)
+    ca.cert_pem.write_to_path(tmp_path / "ca.crt")
+    async with api_server(tls) as server:
+        api = KubernetesApi(server.url, tmp_path)
+        with pytest.raises(api_module.ApiError, match="certificate verify failed"):
+            await api.send("GET", "/api")
+        await api.close()
+        assert not server.asked
 
 
 async def test_an_event_longer_than_any_buffer(server: ApiServer, one: Follower) -> None:
