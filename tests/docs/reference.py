@@ -27,7 +27,6 @@ from tests.docs.meanings import EVENTS, FIELDS, METRICS, OUTCOMES
 from tests.exits import exit_of
 
 DOCS = ROOT / "docs"
-REFERENCE = DOCS / "reference"
 _PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

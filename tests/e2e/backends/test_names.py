@@ -53,17 +53,6 @@ async def test_names_are_remembered_while_their_backends_are_down() -> None:
         assert (await proxy.chat()).status == 503
 
 
-async def test_a_backend_may_come_back_as_another_model(port: int) -> None:
-    async with serving(FAST, extra=[f"http://127.0.0.1:{port}"], wait=False) as proxy:
-        async with Replica(FAST, port=port):
-            await until(lambda: not proxy.app.pools.backends["b1"].health.down)
-        async with Replica(OTHER, port=port):
-            await until(lambda: "other" in names(proxy))
-            await until(lambda: not proxy.app.pools.backends["b1"].health.down)
-            assert (await proxy.chat(HELLO | {"model": "other"})).backend == "b1"
-            assert {(await proxy.chat()).backend for _ in range(4)} == {"b0"}
-
-
 async def test_the_log_names_the_target_of_an_alias_only(log: io.StringIO) -> None:
     async with serving(FAST, models=[{"name": "nick", "target": "base"}]) as proxy:
         for model in ("base", "nick"):

@@ -105,14 +105,6 @@ async def test_failed_stages_leave_the_whole_its_further_attempts() -> None:
         assert [one.path for one in proxy.replicas[2].requests_seen].count(CHAT) == 1
 
 
-async def test_a_prefill_that_never_answers_ends_by_its_own_limit() -> None:
-    async with split(timeouts={"first_byte_s": 0.2}, health={"hung_s": None}) as proxy:
-        proxy.replicas[0].faults.set("frozen")
-        assert (await proxy.chat(LONG)).status == 200
-        assert hows(proxy) == {"prefill_failed": 1}
-        proxy.replicas[0].faults.clear()
-
-
 async def test_a_prefill_that_hangs_before_its_work_ends_by_its_own_limit(
     monkeypatch: pytest.MonkeyPatch, log: io.StringIO
 ) -> None:

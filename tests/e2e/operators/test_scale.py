@@ -11,8 +11,6 @@ import pytest
 from llmproxy.lab.simulator.replica import Replica
 from tests.e2e.proxies import FAST, HELLO, STREAM, serving, until
 
-KEY = {"authorization": "Bearer for-admins"}
-AFAR = {"x-forwarded-for": "1.2.3.4"}
 LONG = STREAM | {"max_tokens": 60, "ignore_eos": True}
 
 

@@ -35,14 +35,6 @@ class Queue:
         return [OWN_ID.sub("", request.headers["x-request-id"]) for request in seen[1:]]
 
 
-async def test_priority_between_bands_is_strict() -> None:
-    async with one_seat() as (proxy, seat):
-        queue = Queue(proxy, seat)
-        for name in ("sheddable", "default", "sheddable", "critical", "standard", "critical"):
-            await queue.enter(name, **{OBJECTIVE: name})
-        assert await queue.served() == ["critical"] * 2 + ["default", "standard"] + ["sheddable"] * 2
-
-
 async def test_the_other_spelling_and_configured_objectives_and_models() -> None:
     config: dict[str, Any] = {
         "objectives": [{"name": "chatbot", "criticality": "critical"}, {"name": "nightly", "criticality": -500}],

@@ -67,10 +67,10 @@ def test_retries_stay_within_their_budget(monkeypatch: pytest.MonkeyPatch, ratio
 # --- taking back, holding, usage limits -------------------------------------------------------------------------------
 
 
-def overloaded(band: str = "critical") -> list[Arrival]:
-    """Sheddable requests that fill an engine's batch and its look-ahead, then a request of another band."""
+def overloaded() -> list[Arrival]:
+    """Sheddable requests that fill an engine's batch and its look-ahead, then a critical one."""
     crowd = [Arrival(0.001 * i, 4_000, 200, band="sheddable") for i in range(20)]
-    return [*crowd, Arrival(0.3, 100, 10, band=band)]
+    return [*crowd, Arrival(0.3, 100, 10, band="critical")]
 
 
 def one_engine(**scheduling: Any) -> Config:
@@ -115,11 +115,6 @@ def test_engine_drops_a_preempted_request_before_its_next_token_and_is_empty_aft
     assert replica.load() == (0, 0)
     assert not replica._jobs
     assert not replica._before_first_token
-
-
-def test_nothing_is_taken_back_for_a_default_request() -> None:
-    ends = records_of(setup(overloaded("default"), on=fleet(1, max_num_seqs=4), config=one_engine()))
-    assert not any(one.preemptions for one in ends)
 
 
 def test_every_request_ends_once_for_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
