@@ -21,8 +21,5 @@ ENV PATH=/opt/llmproxy/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 # A number, which orchestrators can tell from root; it needs no name, home or shell.
 USER 65532:65532
 EXPOSE 8080
-# The process lives, also while no backend is ready: an orchestrator that restarted it then would only drop its queue.
-HEALTHCHECK --interval=10s --timeout=3s --start-period=10s \
-    CMD ["python", "-c", "import os, urllib.request; urllib.request.urlopen('http://127.0.0.1:' + os.environ.get('LLMPROXY_PORT', '8080') + '/health', timeout=2)"]
 ENTRYPOINT ["llmproxy"]
 CMD ["serve"]
