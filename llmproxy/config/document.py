@@ -13,7 +13,6 @@ import yaml
 OLD_KEYS: Mapping[str, str] = {
     "admin.open_metrics": "admin.public_metrics",
     "clients.body_silence_s": "clients.body_idle_timeout_s",
-    "cluster.alone_after_s": "cluster.standalone_after_s",
     "discovery.gone_after": "discovery.misses_before_removal",
     "health.backoff_max_s": "health.ejection_max_s",
     "health.backoff_s": "health.ejection_s",

@@ -74,7 +74,6 @@ class Pools:
         new pool.
         """
         self.settings = settings
-        self._limit_divisor = 1
         self._make_placement = make_placement
         self._occupancy = Occupancy(settings.queue)
         self.limits = UsageLimits(settings.limits)
@@ -110,7 +109,6 @@ class Pools:
         backend = self.backends[name] = Backend(
             name, settings.capacity, settings.health, max_in_flight, settings.ceiling_range, prompt_range, role
         )
-        backend.limit_divisor = self._limit_divisor
         backend.health.on_event = lambda event: self.health_events.append((name, event))
         if name in settings.externals:
             backend.set_external(settings.externals[name])
@@ -148,7 +146,7 @@ class Pools:
         """Applies new settings and aliases from the next decision on. Policy objects keep their settings."""
         self.settings = settings
         self._occupancy.reconfigure(settings.queue)
-        self.limits.reconfigure(self._split_usage_limits(), now)
+        self.limits.reconfigure(settings.limits, now)
         self.scaling.reconfigure(settings.scaling)
         self.catalogue.named = frozenset(settings.scaling.pools)
         self.catalogue.unlisted = settings.unlisted
@@ -161,21 +159,6 @@ class Pools:
         for scheduler in self._all:
             scheduler.reconfigure(settings, now)
         self._arrange()
-
-    def split_limits(self, divisor: int, now: float) -> None:
-        """Divides every limit except bounds of the waiting room, because `divisor` processes decide independently."""
-        self._limit_divisor = divisor
-        debts = self.limits.rates.debts(now)
-        # An exhausted rate is exhausted in each part too, and recovers after the same time.
-        self.limits.reconfigure({}, now)
-        self.limits.reconfigure(self._split_usage_limits(), now)
-        self.limits.rates.restore(debts, now)
-        self.days.split(divisor)
-        for backend in self.backends.values():
-            backend.limit_divisor = divisor
-
-    def _split_usage_limits(self) -> dict[str, UsageLimit]:
-        return {name: limit.split(self._limit_divisor) for name, limit in self.settings.limits.items()}
 
     # --- polls ----------------------------------------------------------------------------------------
 
@@ -498,9 +481,7 @@ class Pools:
             LimitSnapshot(
                 name,
                 in_flight[name],
-                self.settings.limits[name].split(self._limit_divisor).in_flight
-                if name in self.settings.limits
-                else None,
+                self.settings.limits.get(name, UsageLimit()).in_flight,
                 *self.limits.rates.left_per_min(name, now),
             )
             for name in names

@@ -69,19 +69,6 @@ class UsageLimit:
     requests_per_day: float | None = None  # Requests beyond a budget are refused until the next day.
     tokens_per_day: float | None = None
 
-    def split(self, divisor: int) -> UsageLimit:
-        """Returns the part of the limit for each of `divisor` independent processes; at least 1 in flight.
-
-        `DayBudgets` divides the rest of the budgets of the day.
-        """
-        if divisor == 1:
-            return self
-        in_flight = None if self.in_flight is None else max(1, self.in_flight // divisor)
-        requests, tokens = (
-            None if rate is None else rate / divisor for rate in (self.requests_per_min, self.tokens_per_min)
-        )
-        return UsageLimit(in_flight, requests, tokens, self.requests_per_day, self.tokens_per_day)
-
 
 @dataclass(frozen=True, slots=True)
 class External:

@@ -142,7 +142,6 @@ OTHER_THAN_DEFAULT = {
     "cluster.listen": "127.0.0.1:8090",
     "cluster.advertise": "10.0.0.7:8090",
     "cluster.lock": "valkey://127.0.0.1:6379",
-    "cluster.standalone_after_s": "7",
     "cluster.plaintext": "true",
     "admin_key": hash_of("k"),
     "forward_credentials": "true",

@@ -37,7 +37,6 @@ def problem(write: Any, text: str) -> str:
         ("listen: '0.0.0.0:8090', tls: {cert: a}", "cluster.tls.ca: is missing"),
         (f"{LOCAL}, tls: {{ca: a}}", "cluster.tls.cert: is missing"),
         (f"{LOCAL}, tls: {{key: a}}", "cluster.tls.cert: is missing"),
-        (f"{LOCAL}, standalone_after_s: 3", "cluster.standalone_after_s: is below lock_s (4)"),
         (f"{LOCAL}, lock_s: 0.5", "cluster.lock_s: should be greater than or equal to 1"),
         (f"{LOCAL}, name: 'A b'", "cluster.name: "),
         (f"{LOCAL}, lock: kubernets", 'cluster.lock: should be kubernetes, valkey://HOST:PORT, or valkeys://HOST:PORT '
@@ -59,7 +58,7 @@ def test_problem_names_the_key(write: Any, text: str, message: str) -> None:
         LOCAL, "listen: '127.0.0.2:0'", "listen: '[::1]:8090'", "listen: 'localhost:8090'", "listen: null",
         "listen: '0.0.0.0:8090', plaintext: true", "listen: '0.0.0.0:8090', tls: {cert: a, ca: b}",
         f"{LOCAL}, lock: 'valkeys://u:p@h:1/2'", f"{LOCAL}, lock: 'redis://h'", f"{LOCAL}, lock: 'rediss://[::1]:6379'",
-        f"{LOCAL}, lock: kubernetes", f"{LOCAL}, standalone_after_s: 4",
+        f"{LOCAL}, lock: kubernetes",
     ],
 )  # fmt: skip
 def test_valid_values_are_read(write: Any, text: str) -> None:

@@ -316,7 +316,6 @@ OTHER_THAN_DEFAULT: dict[str, str | list[str]] = {
     "cluster.listen": "127.0.0.1:8090",
     "cluster.advertise": "10.0.0.7:8090",
     "cluster.lock": "valkey://127.0.0.1:6379",
-    "cluster.standalone_after_s": "7.0",
     "admin.port": "9100",
     "timeouts.keep_alive_s": "15.0",
     "decision_log": "decisions.jsonl",

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from llmproxy.core.domain import CRITICAL, DEFAULT, Drop, Grant, Outcome, Request, Trouble, Usage, Verdict
 from llmproxy.core.lease_events import Returned, Started
 from llmproxy.core.pools import Pools
@@ -319,51 +317,3 @@ def test_restored_limit_counts_requests_begun_without_it() -> None:
     assert grants(one) == []
     one.apply(Returned(running.lease, Verdict.SERVED), 1.0)
     assert len(grants(one, 1.0)) == 1
-
-
-# --- split limits -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("parts", "others", "limit", "load"), [(1, 5, 8, 5), (3, 0, 2, 0), (3, 6, 2, 0), (3, 8, 2, 2), (20, 8, 1, 1)]
-)
-def test_a_part_of_a_backend_is_used_beside_the_parts_of_others(parts: int, others: int, limit: int, load: int) -> None:
-    found = pools({"a": 8})
-    for at_s in (1.0, 2.0):
-        found.backends["a"].observe(reading(at_s, running=others))
-    found.split_limits(parts, 2.0)
-    view = found.backends["a"].view(2.0)
-    assert (view.limit, view.load) == (limit, load)
-    found.split_limits(1, 2.0)
-    assert found.backends["a"].view(2.0).limit == 8
-
-
-def test_a_part_stays_a_part_through_other_settings_and_for_new_backends() -> None:
-    found = pools({"a": 8})
-    found.split_limits(2, 0.0)
-    found.reconfigure(replace(DEFAULTS, limits={"tenant:t": UsageLimit(in_flight=5)}), {}, 0.0)
-    found.add_backend("b", 6)
-    assert [found.backends[name].view(0.0).limit for name in "ab"] == [4, 3]
-    assert found.snapshot(0.0).limits[0].in_flight_max == 2
-
-
-@pytest.mark.parametrize(("before", "after", "taken"), [(1, 10, 60), (10, 1, 6)])
-def test_split_rate_recovers_in_the_same_time(before: int, after: int, taken: int) -> None:
-    """The other processes used their parts of the rate too."""
-    found = pools({"a": 80}, replace(DEFAULTS, limits={"tenant:t": UsageLimit(in_flight=80, requests_per_min=60)}))
-    found.split_limits(before, 0.0)
-    for number in range(taken):
-        found.submit(request(id=f"r{number}", limits=("tenant:t",)), 0.0)
-    found.decide(0.0)
-    [booked] = found.snapshot(0.0).limits
-    found.split_limits(after, 0.0)
-    now, later = found.snapshot(0.0).limits + found.snapshot(30.0).limits
-    assert now.requests_left == pytest.approx(0.0)
-    assert later.requests_left == pytest.approx(30 / after)
-    assert now.in_flight == booked.in_flight
-
-
-def test_limits_are_split_into_parts() -> None:
-    whole = UsageLimit(in_flight=2, requests_per_min=60.0, tokens_per_min=900.0, tokens_per_day=9.0)
-    assert whole.split(3) == UsageLimit(in_flight=1, requests_per_min=20.0, tokens_per_min=300.0, tokens_per_day=9.0)
-    assert UsageLimit().split(3) == UsageLimit()

@@ -176,8 +176,6 @@ EVENTS = {
     "cluster_leader_unreachable": "The leader does not accept a connection. The member tries again.",
     "cluster_leads": "This member leads. It grants when all members have reported their requests, or after `settle_s`.",
     "cluster_stepped_down": "This member has stopped leading.",
-    "cluster_standalone_began": "No leader for `standalone_after_s`: this member decides alone, with its part of every limit.",
-    "cluster_standalone_ended": "There is a leader again.",
     "cluster_lock_unreachable": "The lock of the cluster does not answer. The leader decides until its lock may have ended.",
     "cluster_lock_reachable": "The lock of the cluster answers again.",
     "cluster_member_gone": "A member left, or was away for 10 s. Its leases end.",

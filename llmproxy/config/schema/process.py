@@ -112,9 +112,6 @@ class ClusterConfig(Section):
     """Lock that elects the leader: kubernetes (a Lease), or valkey://HOST:PORT (Redis too)."""
     lock_s: Annotated[Number, Field(ge=1), _IN_CLUSTER] = 4.0
     """Lifetime of the lock. When a leader dies, no request is sent to a backend for this time and up to 1 s more."""
-    standalone_after_s: Annotated[Seconds | None, _IN_CLUSTER] = None
-    """Time without a leader after which each of N members schedules alone, with 1/N of every limit. null: none does,
-    and requests wait and get 503 after `lock_s` plus 5 s."""
     name: Annotated[LockName, _IN_CLUSTER] = "llmproxy"
     """Name of the cluster and its lock, the same for all members."""
     member: Annotated[Name | None, _IN_CLUSTER] = None
@@ -138,9 +135,5 @@ class ClusterConfig(Section):
         elif tls.cert is None and not self.plaintext and not is_loopback(listen.rpartition(":")[0]):
             reason = "members need tls.cert and tls.ca, or plaintext: true where no one else can connect"
             problems = [(("listen",), reason)]
-        if self.standalone_after_s is not None and self.standalone_after_s < self.lock_s:
-            problems.append(
-                (("standalone_after_s",), f"is below lock_s ({self.lock_s:g}): a leader may decide for so long")
-            )
         report(problems)
         return self

@@ -48,7 +48,6 @@ class Backend:
         self.reserved = 0  # Slots reserved for decode stages whose prompts other backends compute.
         # Request id -> when the engine drops the KV blocks of a prefilled prompt that was not fetched.
         self._pinned_until_s: dict[str, float] = {}
-        self._limit_divisor = 1
         self.processes = 1  # Number of processes that were seen under this name.
         self.exploration: Exploration | None = None
         self.outliers: OutlierDetection | None = None
@@ -86,16 +85,6 @@ class Backend:
     @drained.setter
     def drained(self, drained: bool) -> None:
         self.health.drained = drained
-        self._changed()
-
-    @property
-    def limit_divisor(self) -> int:
-        """The number n of processes that schedule independently. Each process may use 1/n of the batch limit."""
-        return self._limit_divisor
-
-    @limit_divisor.setter
-    def limit_divisor(self, divisor: int) -> None:
-        self._limit_divisor = divisor
         self._changed()
 
     @property
@@ -195,7 +184,7 @@ class Backend:
         if self.reading is None:
             self._numberless_polls += 1
             if not self._unread or self._numberless_polls > UNREAD_MAX:
-                self.limit.unpublished(self._in_flight_everywhere)
+                self.limit.unpublished(self.in_flight)
         # A non-streamed answer sends no byte before its end, and not every server publishes counters.
         works = self.reading is None or (self.reading.running > 0 and self._generates)
         for lease, booking in self._own.unstarted_answers() if works else ():
@@ -274,11 +263,6 @@ class Backend:
         """The sequences in flight, including those of other clients."""
         return self._own.sequences + self._others
 
-    @property
-    def _in_flight_everywhere(self) -> int:
-        """The sequences in flight of all proxies. Without metrics, all independent proxies count as equal."""
-        return self.in_flight if self.reading is not None else self._own.sequences * self._limit_divisor
-
     def _forget_process(self) -> None:
         self.processes += 1
         self.reading = None
@@ -341,7 +325,7 @@ class Backend:
     def release(self, lease: int, verdict: Verdict, now: float, *, excused: bool = False) -> None:
         """Removes a lease that ended. `excused`: the backend is not to blame for a failure."""
         if verdict is Verdict.BUSY and self.external is None:
-            self.limit.refused(self._in_flight_everywhere - self.bookings[lease].request.sequences)
+            self.limit.refused(self.in_flight - self.bookings[lease].request.sequences)
         self._own.remove(lease, self.reading)
         idle = not self.bookings and (self.reading is None or not self.reading.running)
         self.cached_view = None
@@ -467,8 +451,6 @@ class Backend:
         # No request waits for slow start: if no other backend has room, it is sent here at once.
         self.view_until_s = min(until_s, health.warmer_at(now) or inf)
         available = health.available(now) and not self.health.drained
-        # Load of other processes counts against this process only beyond their parts of the limit.
-        limit = max(1, self.limit.value // self._limit_divisor)
         return View(
             backend=self.name,
             available=available,
@@ -477,8 +459,8 @@ class Backend:
             max_adapters=max_adapters,
             max_model_len=self._max_model_len,
             prompt_range=self._prompt_range,
-            limit=limit,
-            load=max(0, others - (self.limit.value - limit)),
+            limit=self.limit.value,
+            load=others,
             waiting=waiting,
             kv_used=kv_used,
             kv_tokens=kv_tokens,

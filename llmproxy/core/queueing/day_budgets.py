@@ -41,8 +41,6 @@ class DayBudgets:
         # Request id -> reservation of an open request.
         self._requests: dict[str, _Open] = {}
         self._reserved: dict[RateName, float] = {}
-        # The number of processes that share the rest of each budget from the time when `_shared` was used.
-        self._parts, self._shared = 1, dict[RateName, float]()
         self._day, self._ends_s = "", inf
         # Whether the day ended before `begin` named the next one.
         self._unnamed = False
@@ -50,13 +48,6 @@ class DayBudgets:
     def reconfigure(self, limits: Mapping[str, UsageLimit]) -> None:
         """Applies new limits. The use of the day still counts."""
         self._limits = _daily(limits)
-
-    def split(self, parts: int) -> None:
-        """Divides the rest of each budget by `parts`, because that many processes now count independently.
-
-        A call of `restore` divides again: its numbers are what all processes together have used.
-        """
-        self._parts, self._shared = parts, dict(self._used)
 
     def begin(self, day: str, ends_s: float, now: float) -> None:
         """Begins another day, or corrects the end of the current one.
@@ -66,25 +57,20 @@ class DayBudgets:
             ends_s: The end of the day, on the clock of `now`.
         """
         if day != self._day and self._day and not self._unnamed:
-            self._clear()
+            self._used.clear()
         self._day, self._ends_s, self._unnamed = day, ends_s, False
         self._roll(now)
 
     def _roll(self, now: float) -> None:
         while now >= self._ends_s:
-            self._clear()
+            self._used.clear()
             self._ends_s += DAY_S
             self._unnamed = True
-
-    def _clear(self) -> None:
-        self._used.clear()
-        self._shared.clear()
 
     def restore(self, used: Mapping[RateName, float]) -> None:
         """Takes over the use of the current day. The larger number counts."""
         for name, amount in used.items():
             self._used[name] = max(amount, self._used.get(name, 0.0))
-        self._shared = dict(self._used)
 
     def admit(self, request: Request, now: float) -> None:
         """Reserves a request and its expected tokens. Raises Refused (`rate_limited`) if a budget has no room for them.
@@ -101,7 +87,7 @@ class DayBudgets:
                 raise self._used_up(name, REQUESTS, limit.requests_per_day, now)
             per_day = limit.tokens_per_day
             # A request that is larger than the whole budget needs a day of its own, as with a rate.
-            if tokens_left is not None and per_day is not None and tokens_left < min(tokens, per_day / self._parts):
+            if tokens_left is not None and per_day is not None and tokens_left < min(tokens, per_day):
                 raise self._used_up(name, TOKENS, per_day, now, tokens_left, tokens)
         self._open(request, tokens)
 
@@ -150,8 +136,7 @@ class DayBudgets:
     def _left(self, name: RateName, per_day: float | None) -> float | None:
         if per_day is None:
             return None
-        shared, used = self._shared.get(name, 0.0), self._used.get(name, 0.0)
-        return max(0.0, (per_day - shared) / self._parts - (used - shared) - self._reserved.get(name, 0.0))
+        return max(0.0, per_day - self._used.get(name, 0.0) - self._reserved.get(name, 0.0))
 
     def money_left(self, backend: str, per_day: float, now: float) -> float:
         """Returns how much of the bound `per_day` of an external backend is neither spent nor reserved on this day."""

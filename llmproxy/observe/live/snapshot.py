@@ -88,7 +88,6 @@ class LiveSnapshot:
         level, text = summary_of(
             seen.pools, statuses, why, dict(recorder.band_names()), recorder.dispatcher.nameless, [*paces.values()],
             minute=recorder.minute.total, led=cluster is None or cluster["leader"] is not None,
-            alone=cluster is not None and bool(cluster["alone"]),
         )  # fmt: skip
         minute = recorder.minute
         return {

@@ -30,21 +30,18 @@ def summary_of(
     *,
     minute: Sums | None = None,
     led: bool = True,
-    alone: bool = False,
 ) -> tuple[str, str]:
     """Returns the level (OK, WARNING or BAD) and the text of the summary.
 
     `reasons` maps a backend to the reason of its state, and `bands` a level to its name. `nameless` requests wait for a
     model that no backend lists yet. `learned` are the speeds that the placement learned. `minute` has the requests that
-    ended in the last minute. A cluster member without a leader is not `led`; if it decides by itself, it is `alone`.
+    ended in the last minute. A cluster member without a leader is not `led`.
     """
     parts: list[tuple[str, str]] = []
     elsewhere = [one for one in statuses if one.role == EXTERNAL]
     statuses = [one for one in statuses if one.role != EXTERNAL]
     up = [one for one in statuses if one.state == "up"]
-    if alone:
-        parts.append((WARNING, "This member has no leader and decides alone, with a part of every limit."))
-    elif not led:
+    if not led:
         parts.append((BAD, "This member of the cluster has no leader: it holds requests, and then refuses them."))
     if not statuses:
         return BAD, "No backend is known."

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterator
 from hashlib import sha256
-from math import inf
 
 from llmproxy import __version__
 from llmproxy.backends.registry import BackendRegistry
@@ -89,7 +88,6 @@ def build_member(
         services,
         callbacks,
         TcpNetwork(chosen),
-        inf if chosen.standalone_after_s is None else chosen.standalone_after_s,
     )
     gateway.stored.catch_up = leasing.caught_up
     return cluster

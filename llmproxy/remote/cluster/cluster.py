@@ -15,7 +15,7 @@ from llmproxy.observe.metrics import ClusterState
 from llmproxy.remote import messages
 from llmproxy.remote.cluster.election import SEEK_S, Election, Leadership, LockStore
 from llmproxy.remote.cluster.hand_over import HandOver, MemberCallbacks
-from llmproxy.remote.cluster.leasing import ClusterLeasing, Dialer, LeaderConnection, StandaloneMode
+from llmproxy.remote.cluster.leasing import ClusterLeasing, Dialer, LeaderConnection
 from llmproxy.remote.cluster.network import Network
 from llmproxy.remote.cluster.sessions import IncomingConnection, MemberSessions
 from llmproxy.remote.link import LocalLink
@@ -35,7 +35,7 @@ class Cluster:
 
     def __init__(
         self, me: Hello, lock_s: float, store: LockStore, dispatcher: Dispatcher, leasing: ClusterLeasing,
-        services: Services, callbacks: MemberCallbacks, network: Network, standalone_after_s: float = inf,
+        services: Services, callbacks: MemberCallbacks, network: Network,
     ) -> None:  # fmt: skip
         self.me = me
         self.leasing = leasing
@@ -45,8 +45,6 @@ class Cluster:
         self._dispatcher = dispatcher
         self._services = services
         self._callbacks = callbacks
-        self._standalone = StandaloneMode(dispatcher, leasing)
-        self._standalone_after_s = standalone_after_s
         self.incoming: set[IncomingConnection] = set()
         # Host of a refused member -> the last logged reason, so that each reason is logged once.
         self.refused: dict[str, str] = {}
@@ -129,8 +127,8 @@ class Cluster:
 
     @property
     def has_leader(self) -> bool:
-        """Whether this member leads or follows a leader. False in standalone mode."""
-        return self.leasing.has_leader and not self.limit_divisor
+        """Whether this member leads or follows a leader."""
+        return self.leasing.link is not None
 
     @property
     def leader(self) -> str | None:
@@ -138,14 +136,9 @@ class Cluster:
         return None if self.leadership is None or not self.has_leader else self.leadership.holder.rpartition("/")[0]
 
     @property
-    def limit_divisor(self) -> int:
-        """The divisor of all limits in standalone mode; 0 in any other mode."""
-        return self._standalone.limit_divisor
-
-    @property
     def is_refusing(self) -> bool:
         """Whether this member refuses requests, because it has been without a leader for too long."""
-        return not self.leasing.has_leader and self._loop.time() >= self._refusing_from_s
+        return not self.has_leader and self._loop.time() >= self._refusing_from_s
 
     @property
     def _refusing_from_s(self) -> float:
@@ -182,7 +175,6 @@ class Cluster:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._standalone.end()
         if self.is_leader:
             self._stop_leading("the leader ends")
         await self._dialer.close()
@@ -194,7 +186,7 @@ class Cluster:
             incoming.link.close()
 
     async def _watch(self) -> None:
-        """Announces state while this member leads. Without a leader, refuses late requests or goes standalone."""
+        """Announces state while this member leads, and refuses late requests without a leader."""
         while True:
             await asyncio.sleep(SEEK_S)
             if self._leaving:
@@ -203,13 +195,8 @@ class Cluster:
             if self.sessions is not None and self._resume_timer is None:
                 for message in self._hand_over.deltas(self._loop.time()):
                     self.sessions.send_all(message)
-            if not self.leasing.has_leader:
+            if not self.has_leader:
                 self.leasing.refuse_waiting(self._refusing_from_s)
-                # Only a member that has had a leader knows the number of members.
-                if self.members and self._loop.time() >= self._leader_lost_s + self._standalone_after_s:
-                    without_leader_s = self._loop.time() - self._leader_lost_s
-                    self._standalone.begin(self._services, self._hello, len(self.members), without_leader_s)
-                    self._hand_over.restore(self._loop.time())
 
     def state(self) -> ClusterState:
         return ClusterState(
@@ -238,7 +225,6 @@ class Cluster:
         self._dialer.dial(leadership)
 
     def _begin_to_lead(self, epoch: int) -> None:
-        self._standalone.end()
         if self._connection is not None:
             self._connection.link.abort()
             self._disconnect(self._connection)
@@ -323,7 +309,6 @@ class Cluster:
         self._connection, self.epoch, self.leadership = connection, welcome.epoch, connection.leadership
         self._dialer.failure = None
         connection.set_refusal(None)
-        self._standalone.end()
         _log.info("cluster_follows", epoch=welcome.epoch, without_leader_s=self._note_new_leader(), leader=welcome.name)
         if welcome.config != self.me.config:
             _log.warning("cluster_config_differs", member=welcome.name, version=welcome.version)

@@ -1,13 +1,11 @@
-"""The member side of leases: the `Leasing` of a cluster member, its connection to a leader, and standalone mode."""
+"""The member side of leases: the `Leasing` of a cluster member, and its connection to a leader."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
-from math import inf
 
 import structlog
 
@@ -18,13 +16,11 @@ from llmproxy.core.lease_events import LeaseEvent, Started
 from llmproxy.lifecycle.background import spawned
 from llmproxy.observe.exit import RequestExit
 from llmproxy.remote import messages
-from llmproxy.remote.client import DISCOVERY_LAG_S, NO_LEADER_RETRY_S, UNSENT_MAX, LeaseClient
+from llmproxy.remote.client import DISCOVERY_LAG_S, NO_LEADER_RETRY_S, LeaseClient
 from llmproxy.remote.cluster.election import Leadership
 from llmproxy.remote.cluster.network import Network
-from llmproxy.remote.cluster.sessions import MemberSession
-from llmproxy.remote.link import TO_MEMBER, Link, LocalLink, Sender
-from llmproxy.remote.messages import FromMember, Hello, Message, RememberedPrefix, ResponseStored, ToMember
-from llmproxy.remote.server import Services
+from llmproxy.remote.link import TO_MEMBER, Link, Sender
+from llmproxy.remote.messages import Hello, Message, RememberedPrefix, ToMember
 from llmproxy.scheduling.dispatcher import Dispatcher, loop_time
 
 PREFIXES_MAX = 2_000  # Prompts that a member remembers for its next leader.
@@ -75,11 +71,6 @@ class ClusterLeasing(LeaseClient):
         super().__init__(backends)
         self._local = local
         self._prefixes = _Prefixes(local.pools.backends)
-
-    @property
-    def has_leader(self) -> bool:
-        """Whether a leader is attached. In standalone mode, this process is attached as leader."""
-        return self.link is not None
 
     @property
     def is_leader(self) -> bool:
@@ -254,46 +245,3 @@ class Dialer:
         if self._attempt is not None:
             self._attempt.cancel()
             await asyncio.gather(self._attempt, return_exceptions=True)
-
-
-class StandaloneMode:
-    """Standalone mode: the member's own dispatcher replaces the leader, for this member only."""
-
-    def __init__(self, dispatcher: Dispatcher, leasing: ClusterLeasing) -> None:
-        self._dispatcher = dispatcher
-        self._leasing = leasing
-        self._session: MemberSession | None = None
-        self._stored: deque[ResponseStored] = deque(maxlen=UNSENT_MAX)  # Stored responses to report to the next leader.
-        self.limit_divisor = 0  # 0 while inactive, else the last known number of members. Every limit is divided by it.
-
-    def begin(self, services: Services, me: Hello, limit_divisor: int, without_leader_s: float) -> None:
-        """Enters standalone mode: this process grants its own leases, and divides each limit by `limit_divisor`.
-
-        `me` is the Hello of this member. `without_leader_s` is only logged.
-        """
-        self.limit_divisor = limit_divisor
-        _log.warning("cluster_standalone_began", parts=limit_divisor, without_leader_s=round(without_leader_s, 3))
-        self._dispatcher.pools.split_limits(limit_divisor, loop_time())
-        session = self._session = MemberSession(services, me, lambda: None)
-        session.attach(LocalLink(self._leasing.handle))
-        self._leasing.follow(LocalLink(partial(self._handle, session)))
-        self._dispatcher.decide_until(inf)
-
-    def _handle(self, session: MemberSession, message: FromMember) -> None:
-        if isinstance(message, ResponseStored):
-            self._stored.append(message)
-        session.server.handle(message)
-
-    def end(self) -> None:
-        """Leaves standalone mode. `ClusterLeasing` reports requests and leases to the next leader."""
-        if self._session is None:
-            return
-        _log.info("cluster_standalone_ended", parts=self.limit_divisor)
-        self._dispatcher.decide_until(-inf)
-        self._leasing.detach()
-        while self._stored:
-            stored = self._stored.popleft()
-            self._leasing.response_stored(stored.response_id, stored.backend, stored.tenant)
-        self._session.end(requests_continue=True)
-        self._session, self.limit_divisor = None, 0
-        self._dispatcher.pools.split_limits(1, loop_time())

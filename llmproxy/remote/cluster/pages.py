@@ -61,12 +61,10 @@ class MemberPages:
         if path == RELOAD or not path.startswith(LEADER_PATHS):
             return await self._own.administer(path, request, on_admin_port)
         cluster = self._cluster
-        if not cluster.has_leader and (path == SCALE or path.startswith(f"{SCALE}/")):
+        is_scale = path == SCALE or path.startswith(f"{SCALE}/")
+        if not cluster.has_leader and (is_scale or DRAINING.fullmatch(path)):
             self._own.check(path, request, on_admin_port)
-            return refusal(503, UNKNOWN, {"Retry-After": "5"})
-        if not cluster.has_leader and not cluster.limit_divisor and DRAINING.fullmatch(path):
-            self._own.check(path, request, on_admin_port)
-            return refusal(503, UNLED, {"Retry-After": "5"})
+            return refusal(503, UNKNOWN if is_scale else UNLED, {"Retry-After": "5"})
         if cluster.leasing.is_remote:
             self._own.check(path, request, on_admin_port)
             if request.get(PASSED_ON, 0) >= PASSED_ON_MAX:
@@ -83,7 +81,6 @@ def cluster_status(cluster: Cluster) -> dict[str, Any]:
         "lock": cluster.store.name,
         "leads": cluster.is_leader,
         "leader": cluster.leader,
-        "alone": cluster.limit_divisor > 0,
         "epoch": cluster.epoch,
         "members": list(cluster.members),
         "waiting": cluster.leasing.waiting,

@@ -73,7 +73,6 @@ OTHER_EVENTS = st.one_of(
     st.just(lambda one, now: one.eject_slow("slow", now)),
     st.just(lambda one, _: one.reserve_slots(1)),
     st.just(lambda one, _: setattr(one, "drained", not one.drained)),
-    st.just(lambda one, _: setattr(one, "limit_divisor", 3 - one.limit_divisor)),
 )
 EVENTS = st.sampled_from([LEASE_EVENTS, LEASE_EVENTS, LEASE_EVENTS, OTHER_EVENTS]).flatmap(lambda events: events)
 
@@ -138,24 +137,3 @@ def test_an_answer_that_fetches_its_prompt_waits_for_no_place_until_it_has_begun
     assert one.view(0.0).waiting == 0
     one.started(1, 0.0)
     assert one.view(0.0).waiting == 1
-
-
-def test_a_part_of_the_limit_counts_at_once() -> None:
-    one = Backend("a", DEFAULTS.capacity, DEFAULTS.health, 8)
-    assert one.view(0.0).limit == 8
-    one.limit_divisor = 2
-    assert one.view(0.0).limit == 4
-
-
-def test_a_refusal_is_of_all_that_decide_where_the_engine_has_no_numbers() -> None:
-    """With four independent processes, two own requests mean about eight in total."""
-    one = Backend("a", DEFAULTS.capacity, DEFAULTS.health)
-    one.listed(listing())
-    one.answered(0.0)
-    one.limit_divisor = 4
-    for lease in (1, 2):
-        one.book(lease, request(), 0.0)
-    one.release(2, Verdict.BUSY, 0.0)
-    assert (one.limit.value, one.view(0.0).limit) == (7, 1)
-    one.limit_divisor = 1
-    assert one.view(0.0).limit == 7

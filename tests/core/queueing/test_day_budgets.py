@@ -86,22 +86,6 @@ def test_a_request_that_another_process_admitted_counts() -> None:
     assert days.left(TENANT, 0.0) == (1.0, None)
 
 
-def test_processes_that_count_alone_share_what_is_left() -> None:
-    days = budgets(tokens_per_day=1_000)
-    days.restore({(TENANT, TOKENS): 400.0})
-    days.split(3)
-    assert days.left(TENANT, 0.0) == (None, 200.0)
-    days.used(theirs(id="a"), 50.0, 0.0)
-    assert days.left(TENANT, 0.0) == (None, 150.0)
-    # The others used 100 of their parts.
-    days.restore({(TENANT, TOKENS): 550.0})
-    assert days.left(TENANT, 0.0) == (None, 150.0)
-    _, tokens = days.left(TENANT, MIDNIGHT_S)
-    assert tokens == pytest.approx(1_000 / 3)
-    days.split(1)
-    assert days.left(TENANT, MIDNIGHT_S) == (None, 1_000.0)
-
-
 def test_the_refusal_says_when_the_day_ends() -> None:
     days = budgets(requests_per_day=1)
     days.admit(theirs(id="a"), 0.0)

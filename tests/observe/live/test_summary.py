@@ -190,13 +190,6 @@ def test_a_member_without_a_leader_is_not_healthy() -> None:
     assert (level, text.partition(":")[0]) == ("bad", "This member of the cluster has no leader")
 
 
-def test_a_member_that_decides_alone_is_no_whole_cluster() -> None:
-    said = "This member has no leader and decides alone, with a part of every limit."
-    assert summary_of([pool()], UP, {}, NAMES, 0, led=False, alone=True) == ("warning", said)
-    level, text = summary_of([pool(band(0, 1, 0.4), backends=1)], UP[:1], {}, NAMES, 0, led=False, alone=True)
-    assert (level, text) == ("warning", f"{said} llama: 1 default request waits, up to 0.4 s: its replica is full.")
-
-
 def minute(*exits: RequestExit) -> Sums:
     kept = Minute()
     for one in exits:

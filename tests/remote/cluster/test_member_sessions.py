@@ -325,7 +325,7 @@ async def test_silence_ends_a_connection_on_both_sides() -> None:
         await asyncio.sleep(SILENCE_S - 0.5)
         assert one.leasing.is_remote
         await asyncio.sleep(1.6)
-        assert not one.leasing.has_leader
+        assert not one.cluster.has_leader
         assert not leader.sessions[one.name].connected
         found.heal()
         await asyncio.sleep(3.0)

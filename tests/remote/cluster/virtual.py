@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from math import inf
 from typing import Any
 
 from llmproxy.core.domain import Request
@@ -175,7 +174,7 @@ class VirtualMember:
 
         self.cluster = Cluster(
             hello, LOCK_S, world.store, self.dispatcher, self.leasing,
-            replace(services, stored=stored), shared, self.network, world.standalone_after_s,
+            replace(services, stored=stored), shared, self.network,
         )  # fmt: skip
 
     @property
@@ -240,12 +239,10 @@ class World:
         self,
         seats: int = 1,
         backends: Iterable[str] = "a",
-        standalone_after_s: float = inf,
         settings: Settings = SETTINGS,
     ) -> None:
         self.net = Net()
         self.settings = settings
-        self.standalone_after_s = standalone_after_s
         self.store = Store()
         self.seats = seats
         self.backends = tuple(backends)
@@ -289,12 +286,11 @@ class World:
 
 @asynccontextmanager
 async def world(
-    count: int, seats: int = 1, backends: Iterable[str] = "a", standalone_after_s: float = inf,
-    settings: Settings = SETTINGS,
+    count: int, seats: int = 1, backends: Iterable[str] = "a", settings: Settings = SETTINGS,
 ) -> AsyncIterator[World]:  # fmt: skip
     """So many members m0, m1, ..., who follow one of them. Nothing may stay behind in any, nor any task."""
     before = asyncio.all_tasks()
-    found = World(seats, backends, standalone_after_s, settings)
+    found = World(seats, backends, settings)
     for number in range(count):
         await found.member(f"m{number}")
     await asyncio.sleep(1.0)
