@@ -185,7 +185,7 @@ EVENTS = {
     "connections_limited": "The limit of open files allows fewer connections than `connections_max`.",
     "decision_log_failed": "The decision log cannot be written.",
     "decision_log_resumed": "The decision log is written again.",
-    "usage_refused": "A backend refused a stream because of the usage option (`stream_options`). For `again_s`, the proxy does not send it the option, and estimates tokens.",
+    "usage_refused": "A backend refused a stream because of the usage option (`stream_options`), and served it without the option. For `again_s`, the proxy does not send it the option, and estimates tokens.",
     "prompt_not_released": "A client left between the stages of a split request, and the prompt stays in `prefill_backend` until its KV lease ends. Once for each pair of backends.",
     "disaggregation_failed": "A request was not split, for this `cause`. Once for each cause and backend ([causes](../how-to/disaggregation.md#metrics-and-log)).",
     "discovery_failed": "A source of backends, or objects of Kubernetes, could not be read. Nothing changes.",

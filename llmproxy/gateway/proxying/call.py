@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from llmproxy.core.domain import Stage, Usage
@@ -10,8 +11,11 @@ from llmproxy.gateway.http.headers import Headers
 from llmproxy.gateway.http.routes import Dialect
 from llmproxy.gateway.proxying.continued.join import RestOf
 from llmproxy.gateway.proxying.deadlines import Timed
+from llmproxy.gateway.proxying.error_words import error_in
 from llmproxy.gateway.proxying.sse import StreamTap
 from llmproxy.upstream.port import Body
+
+_INPUT = re.compile(rb"""['"]input\\?['"]""")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,12 @@ class Call(Timed, eq=False):
     # The reader of the answer's events; None without an uncompressed event stream.
     tap: StreamTap | None = None
 
-    def refuses(self, member: bytes) -> bool:
-        """Returns whether the backend answered 400 or 422 and its answer mentions this `member` of the request body."""
-        return self.answer is not None and self.answer.status in (400, 422) and member in self.answer.body
+    def refuses(self, member: str) -> bool:
+        """Returns whether the backend answered 400 or 422 and names this `member` of the request body as the cause.
+
+        Many engines repeat the request as the `input` of their error. So the text after this word proves nothing.
+        """
+        if self.answer is None or self.answer.status not in (400, 422):
+            return False
+        param = (error_in(self.answer.body) or {}).get("param")
+        return member in str(param) or member.encode() in _INPUT.split(self.answer.body, 1)[0]

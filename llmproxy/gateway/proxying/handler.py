@@ -326,7 +326,7 @@ class RequestHandler:
         context.extra["x-llmproxy-attempts"] = str(record.attempts)
         context.lease, context.call = lease, None
         handover = await self._split.take(context, lease) if context.handover is not None else None
-        engine_id = context.engine_id(request)
+        engine_id, refused = context.engine_id(request), False
         try:
             if handover is not None:
                 handover = self._split.usable(handover, attempt, lease, backend.url)
@@ -341,9 +341,9 @@ class RequestHandler:
                     )
                 may_move = partial(self._may_continue, context, lease)
                 await rules.relay.attempt(attempt, lease, backend.url, call, context.client, may_move)
-                if not (call.hide_usage and call.refuses(b"stream_options")):
+                if not (call.hide_usage and call.refuses("stream_options")):
                     break
-                self._usage.record_refusal(backend, grant.at_s)
+                refused = True
                 # The client did not ask for usage, so ask again without it. Not in a decode stage: the engine has freed
                 # the prompt of the call that it refused, and the request is served whole.
                 if handover is not None:
@@ -353,6 +353,9 @@ class RequestHandler:
                 lease.usage, asks = None, False
         finally:
             # Also after a cancellation: many clients leave as soon as they have read the end mark.
+            if refused and (attempt.committed or handover is not None):
+                # Without the option, the engine accepts the request. The prefill engine accepted it too.
+                self._usage.record_refusal(backend, grant.at_s)
             self._exits.attempted(backend.name, attempt.verdict)
             attempt.ended_s = asyncio.get_running_loop().time()
             if (external := rules.externals.get(backend.name)) is not None:

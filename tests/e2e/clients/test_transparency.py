@@ -139,6 +139,32 @@ async def test_a_backend_that_refuses_to_be_asked_for_usage_is_asked_without(sta
         assert refused.status == int(status[:3])
 
 
+REPEATED = b"{'model': 'base', 'stream': True, 'stream_options': {'include_usage': True}}"
+MISSING = b"'loc': ('body', 'messages'), 'msg': 'Field required'"
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "calls"),
+    [
+        ("400 Bad Request", b'{"object":"error","message":"[{%b, \'input\': %b}]"}' % (MISSING, REPEATED), 1),
+        ("422 Unprocessable", b'{"detail":[{"loc":["body"],"input":{"stream_options":{}}}]}', 1),
+        ("400 Bad Request", b'{"error":{"message":"invalid: %b"}}' % REPEATED, 2),
+    ],
+    ids=["vllm-0.9", "fastapi", "begins-with-it"],
+)
+async def test_an_error_that_repeats_the_request_is_no_refusal_of_usage(status: str, error: bytes, calls: int) -> None:
+    async def script(peer: Peer, request: bytes) -> None:
+        fine = b'"messages"' in request
+        stream = STREAM_HEAD + chunk(b"data: [DONE]\n\n") + STREAM_END
+        await peer.send(stream if fine else whole(error, status))
+
+    async with serving_script(script) as (proxy, backend):
+        refused = await proxy.chat({"model": "base", "stream": True})
+        assert (refused.status, refused.body, len(backend.requests)) == (int(status[:3]), error, calls)
+        await proxy.chat(STREAM)
+        assert b"include_usage" in backend.requests[-1], "it is still asked"
+
+
 async def test_usage_that_an_engine_sends_to_everybody_passes_where_it_is_not_asked() -> None:
     usage = b'data: {"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":2}}\n\n'
     stream = b'data: {"choices":[{"index":0,"delta":{"content":"a"}}]}\n\n' + usage + b"data: [DONE]\n\n"
