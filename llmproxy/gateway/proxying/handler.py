@@ -308,10 +308,9 @@ class RequestHandler:
             await deliver_failure(context, attempt)
             return
         self._finish(context, attempt)
-        if attempt.state is AttemptState.FAILED and attempt.outcome is not Outcome.COMPLETED:
+        if attempt.state is AttemptState.FAILED and not context.client.ended:
             assert call is not None
-            if attempt.outcome is Outcome.BROKEN_STREAM or call.holds:
-                await end_broken(call, attempt, context.client, config.timeouts.stall_s)
+            await end_broken(call, attempt, context.client, config.timeouts.stall_s)
 
     async def _attempt(self, context: RequestContext, request: Request, lease: Lease, attempt: Attempt) -> None:
         rules, tenant, record = context.rules, context.tenant, context.record

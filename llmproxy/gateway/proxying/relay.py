@@ -301,8 +301,8 @@ class Relay:
         if tap.error_seen:
             cause = _rejected_if_unlisted(event_cause(tap.error, own_key=call.own_key), call)
             attempt.fail(Outcome.UPSTREAM_STATUS, cause, "The backend ended the stream with an error event.")
-            if call.holds and not tap.error_sent:
-                # Another backend may go on. Otherwise `end_broken` sends the error.
+            if call.holds:
+                # Another backend may go on. Otherwise `end_broken` sends what was held back.
                 return
         else:
             attempt.complete()

@@ -61,7 +61,7 @@ class ResponseWriter:
 
     __slots__ = (
         "_chunked", "_committed", "_connection", "_cors", "_drained", "_extra", "_head", "_request", "_server",
-        "_silent", "_transport", "capture", "on_commit", "response", "sent_bytes", "source", "status",
+        "_silent", "_transport", "capture", "ended", "on_commit", "response", "sent_bytes", "source", "status",
     )  # fmt: skip
 
     def __init__(
@@ -88,11 +88,13 @@ class ResponseWriter:
         self.status = 0
         # The bytes of the body so far, without the framing of chunks.
         self.sent_bytes = 0
+        # Whether the answer has ended. The client would read further bytes as the answer to its next request.
+        self.ended = False
 
     @property
     def only_comments(self) -> bool:
-        """Whether the client has got the head of a stream and comments, but no event."""
-        return self.response is not None and not self._committed
+        """Whether the client has got the head of a stream and comments, but no event and no end."""
+        return self.response is not None and not self._committed and not self.ended
 
     @property
     def paused(self) -> bool:
@@ -102,10 +104,10 @@ class ResponseWriter:
     def comment(self, comment: bytes) -> bool:
         """Sends an SSE comment to a client that waits for its stream. The first comment sends the head too.
 
-        Other attempts can still be made after it. Returns False, and sends nothing, if the answer has begun or the
-        client is gone.
+        Other attempts can still be made after it. Returns False, and sends nothing, if the answer has begun or ended,
+        or the client is gone.
         """
-        if self._committed or self._silent or self._request.transport is None:
+        if self._committed or self._silent or self.ended or self._request.transport is None:
             return False
         if self.response is None:
             self._make_head(200, "", [*EVENT_STREAM, SERVER])
@@ -167,7 +169,10 @@ class ResponseWriter:
             self.pause_writing()
 
     def write(self, data: bytes) -> None:
-        """Sends a piece of the body. Raises ConnectionError if the client is gone."""
+        """Sends a piece of the body.
+
+        Raises ConnectionError if the client is gone, and RuntimeError after the end of the answer.
+        """
         self.sent_bytes += len(data)
         if self.capture is not None:
             self.capture(data)
@@ -192,6 +197,7 @@ class ResponseWriter:
             raise ConnectionResetError("its connection is closed")
         if self._head or self._chunked:
             self._send(b"0\r\n\r\n" if self._chunked and whole else b"")
+        self.ended = True
         if self._drained is not None:
             await self._drained
         if self._connection is not None:
@@ -205,6 +211,8 @@ class ResponseWriter:
             self._transport.abort()
 
     def _send(self, data: bytes) -> None:
+        if self.ended:
+            raise RuntimeError("the answer has ended")
         if self._head:
             data, self._head = self._head + data, b""
             # The server library takes a number above 0 as a sign that an answer has begun.

@@ -104,6 +104,34 @@ async def test_a_stream_that_breaks_ends_with_one_error(sent: bytes, own: bool) 
         assert error == OWN.strip() if own else error_of(error, "chat")
 
 
+async def test_an_error_beside_a_token_ends_the_answer_once() -> None:
+    """The client gets such an event before the proxy reads it, and another answer on the same connection."""
+    token = EVENT.replace(b"}]", b',"finish_reason":null}]')
+    error = token.replace(b"}\n\n", b',"error":{"message":"own","code":500}}\n\n')
+    got = asyncio.Event()
+
+    async def script(peer: Peer, request: bytes) -> None:
+        if b'"stream":' not in request:
+            await peer.send(whole(b"{}"))
+            return
+        await peer.send(STREAM_HEAD)
+        for event in (token, token, error):
+            await peer.send(chunk(event))
+            await got.wait()
+            got.clear()
+        await peer.send(chunk(b"data: [DONE]\n\n") + STREAM_END)
+
+    async with serving_script(script) as (proxy, _), proxy.wire(raw_post(STREAM)) as (reader, writer):
+        for event in (token, token, error):
+            assert (await reader.readuntil(b"\n\n\r\n")).endswith(chunk(event))
+            got.set()
+        assert await reader.readuntil(b"0\r\n\r\n") == chunk(b"data: [DONE]\n\n") + STREAM_END
+        writer.write(raw_post(HELLO))
+        assert (await read_answer(reader)).body == b"{}"
+        await proxy.settled()
+        assert proxy.outcomes() == {"upstream_status": 1, "completed": 1}
+
+
 async def test_a_stream_without_its_end_mark_is_passed_on_as_it_is() -> None:
     script = answering(STREAM_HEAD + chunk(EVENT) + chunk(b"data: begun") + STREAM_END)
     async with serving_script(script, retry={"continue": "off"}) as (proxy, _):

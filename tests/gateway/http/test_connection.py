@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
 
+import pytest
 import uvloop
 from aiohttp import web
 
@@ -143,6 +144,34 @@ async def test_bytes_for_a_client_that_left_are_dropped_until_its_handler_is_can
             await asyncio.sleep(0)
     server.close()
     assert (ends, bool(paused)) == (["its connection is closed"], True)
+
+
+async def test_nothing_is_written_after_the_end_of_an_answer() -> None:
+    said: list[object] = []
+
+    class Ended(Waiting):
+        async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+            writer = ResponseWriter(request, {}, Mock(shutting_down=False))
+            writer.comment(b": a\n\n")
+            await writer.end()
+            said.append(writer.comment(b": b\n\n"))
+            with pytest.raises(RuntimeError, match="has ended"):
+                writer.write(b"c")
+            with pytest.raises(RuntimeError, match="has ended"):
+                await writer.end()
+            said.append(writer.only_comments)
+            assert writer.response is not None
+            return writer.response
+
+    factory = ClientServer(Ended(), ClientsConfig())
+    server = await asyncio.get_running_loop().create_server(factory, "127.0.0.1", 0)
+    reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+    writer.write(b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+    answer = await reader.read()
+    assert answer.endswith(b"\r\n\r\n5\r\n: a\n\n\r\n0\r\n\r\n")
+    assert said == [False, False]
+    writer.close()
+    server.close()
 
 
 async def test_clients_that_come_together_begin_in_many_turns_and_probes_before_them() -> None:
