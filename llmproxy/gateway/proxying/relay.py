@@ -18,7 +18,7 @@ from llmproxy.core.estimates.tokens import believable
 from llmproxy.core.lease_events import Started
 from llmproxy.core.queueing.rate_limits import charged_usage
 from llmproxy.core.retry import Cause
-from llmproxy.gateway.http.errors import error_event
+from llmproxy.gateway.http.errors import error_body, error_event
 from llmproxy.gateway.http.headers import to_client
 from llmproxy.gateway.http.routes import Dialect
 from llmproxy.gateway.proxying.call import Answer, Call
@@ -53,6 +53,8 @@ HELD_BYTES_MAX = 64 << 10
 Until the client gets its first byte, another backend can repeat the answer.
 """
 
+BEGINNING_BYTES = 2_000  # How much of a longer error answer than BUFFERED_BYTES_MAX is passed on.
+
 GOODBYE_S = 5.0  # How long a client may take to read the error event that ends its broken stream.
 
 LINGER_S = 0.05  # How long the connection stays open after the error event of a broken stream.
@@ -60,6 +62,7 @@ LINGER_S = 0.05  # How long the connection stays open after the error event of a
 ANSWER_BYTES_PER_TOKEN = 4  # If a JSON answer reports no usage at its end, this many of its bytes count as one token.
 
 
+JSON = ("Content-Type", "application/json")
 _KEY_REFUSED = (
     "No backend accepts the key that this proxy sends. The configuration of the proxy is wrong, not the key of the"
     " client."
@@ -215,10 +218,15 @@ class Relay:
             attempt.status, message = 502, _KEY_REFUSED
         else:
             message = f"The backend answered {status}."
-            if len(body) <= BUFFERED_BYTES_MAX:
-                call.answer = Answer(status, exchange.reason, to_client(exchange.headers), body)
-            else:
-                message += f" Its answer is longer than {BUFFERED_BYTES_MAX} bytes and is not passed on."
+            headers = to_client(exchange.headers)
+            if len(body) > BUFFERED_BYTES_MAX:
+                message += (
+                    f" Its answer is longer than {BUFFERED_BYTES_MAX} bytes, and only its beginning is passed on."
+                )
+                begins = "" if is_encoded(exchange) else body[:BEGINNING_BYTES].decode(errors="replace")
+                body = error_body(call.dialect, status, f"{message} {begins}")
+                headers = [*(one for one in headers if not one[0].lower().startswith("content-")), JSON]
+            call.answer = Answer(status, exchange.reason, headers, body)
         attempt.fail(Outcome.UPSTREAM_STATUS, cause, message)
 
     # --- an answer without a stream ----------------------------------------------------------------------------------
@@ -371,7 +379,7 @@ class Relay:
                 f"the backend's usage is impossible: {reported.prompt_tokens} prompt, {reported.output_tokens} output"
                 f" tokens, but {most.prompt_tokens} and {most.output_tokens} are the maximum"
             )
-        if call.answer is not None:
+        if attempt.outcome is Outcome.UPSTREAM_STATUS and not attempt.committed:
             # The engine refused the request and did no work.
             lease.usage = Usage(0, 0)
         elif attempt.verdict is Verdict.CLIENT_GONE or (attempt.committed and attempt.outcome is not Outcome.COMPLETED):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from llmproxy.core.estimates.tokens import OUTPUT_TOKENS
 from llmproxy.core.queueing.fairness.fair_share import FairShare
 from llmproxy.gateway.http.routes import SCHEDULED, Route, Work
+from llmproxy.gateway.proxying.stream_relay import BUFFERED_BYTES_MAX
 from llmproxy.observe.exit import RequestExit
 from tests.e2e.proxies import ENDLESS, FAST, ProxyUnderTest, serving, until
 from tests.e2e.scripted import STREAM_END, STREAM_HEAD, Script, chunk, serving_script, whole
@@ -273,3 +275,34 @@ async def test_an_answer_after_refused_stream_options_is_charged() -> None:
         assert answer.status == 200
         await proxy.settled()
         assert accounts(proxy)[2] >= 2 * 9
+
+
+LONG = "x" * BUFFERED_BYTES_MAX
+BAD = json.dumps({"error": {"message": f"validation error, input: {LONG}", "type": "BadRequestError", "code": 400}})
+EVENT = f'data: {{"error":{{"message":"bad","code":400}}}}\n\n:{LONG}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "says"),
+    [
+        (whole(BAD.encode(), "400 Bad Request"), 400, "validation error, input: x"),
+        (STREAM_HEAD + chunk(EVENT.encode()) + STREAM_END, 502, "not passed on"),
+    ],
+    ids=["answer", "event"],
+)
+async def test_a_refusal_that_is_too_long_is_free_and_its_beginning_is_passed_on(
+    answer: bytes, status: int, says: str
+) -> None:
+    """Engines repeat the refused request."""
+
+    async def script(peer: Peer, _: bytes) -> None:
+        await peer.send(answer)
+
+    async with serving_script(script, **LIMITED) as (proxy, _):
+        got = await proxy.chat(BODY | {"stream": status == 502})
+        assert (got.status, got.headers["content-type"], list(got.json)) == (status, "application/json", ["error"])
+        assert says in got.json["error"]["message"]
+        assert got.json["error"]["code"] == status
+        assert len(got.body) < 10_000
+        await proxy.settled()
+        assert accounts(proxy)[1:3] == (1_000_000, 0.0)
