@@ -108,6 +108,9 @@ def cause_of(status: int, *, own_key: bool = True) -> Cause:
     return Cause.REJECTED if status < 500 or status == 501 else Cause.ERROR
 
 
+_FREE = (Verdict.CONNECT_FAILED, Verdict.LOST, Verdict.LOCAL_FAILURE, Verdict.DRAINING)
+
+
 class RetryBudget:
     """Limits retries to a share of requests, so that retries do not overload a failing fleet.
 
@@ -126,8 +129,7 @@ class RetryBudget:
 
     def take(self, verdict: Verdict, *, rest: bool = False) -> bool:
         """Returns whether an attempt may be retried, and counts the retry. `rest`: for the rest of a stream."""
-        costs_nothing = not rest and verdict in (Verdict.CONNECT_FAILED, Verdict.LOST, Verdict.LOCAL_FAILURE)
-        return costs_nothing or self._bucket.try_take(1.0, 0.0)
+        return (not rest and verdict in _FREE) or self._bucket.try_take(1.0, 0.0)
 
     def give_back(self) -> None:
         """Reverts a retry that was counted and not made."""

@@ -130,7 +130,7 @@ async def test_a_refusal_at_the_door_has_an_id(proxy: ProxyUnderTest) -> None:
 def test_only_attempts_with_work_take_from_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmproxy.core.retry.RETRY_RESERVE", 1.0)
     budget = RetryBudget(0.5)
-    for verdict in (Verdict.LOST, Verdict.CONNECT_FAILED):
+    for verdict in (Verdict.LOST, Verdict.CONNECT_FAILED, Verdict.DRAINING):
         assert all(budget.take(verdict) for _ in range(10))
     assert budget.take(Verdict.FAILED)
     assert not budget.take(Verdict.FAILED)
