@@ -27,8 +27,8 @@ class Started(LeaseEvent, frozen=True, tag=6):
 
 
 class Committed(LeaseEvent, frozen=True, tag=7):
-    """The first byte was sent to the client, token or not. From now on, another backend can only generate
-    the rest of the answer.
+    """The first byte of the answer was sent to the client, token or not. From now on, another backend can only
+    generate the rest of the answer.
     """
 
 

@@ -43,7 +43,10 @@ class Cause(Enum):
 
 
 class Again(Enum):
-    """How often a request may be retried. After the first byte to the client, only NO and REST apply."""
+    """How often a request may be retried. After the first byte to the client, only NO and REST apply.
+
+    Comments of a stream, which may come before its first event, do not count as bytes of an answer.
+    """
 
     NO = "no"
     ELSEWHERE = "elsewhere"  # The request is not suspected: up to the retry limit and the retry budget.
@@ -86,7 +89,8 @@ MEANINGS: Mapping[Cause, Meaning] = {
 
 After the first byte to the client, the verdict is the same, and only the rest of the answer may come from another
 backend. There is no rest if a repetition would end the same way: the request itself was refused (REJECTED), or its
-answer takes longer than a time limit (OVERRAN). The other causes without `rest` cannot occur after the first byte.
+answer takes longer than a time limit (OVERRAN). The other causes without `rest` cannot occur after the first byte,
+except LATE: streams of `/v1/responses` and `/v1/messages`, which have no rest, may begin with events without a token.
 
 The connections of a process that crashed break at once. So an open connection to a port that refuses new ones belongs
 to a process that shuts down (GONE), as vLLM after SIGTERM.

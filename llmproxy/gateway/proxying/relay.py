@@ -1,7 +1,7 @@
 """Makes an attempt on one backend, from opening the connection to the last byte handed to the client.
 
 The head of the answer is buffered until the first byte of the body. An engine sends the head when it accepts a request,
-long before the first token. Until the client has got a byte, another backend may be tried.
+long before the first token. Until the client has got more than comments, another backend may be tried.
 """
 
 from __future__ import annotations
@@ -310,7 +310,7 @@ class Relay:
             cause = _rejected_if_unlisted(event_cause(tap.error, own_key=call.own_key), call)
             attempt.fail(Outcome.UPSTREAM_STATUS, cause, "The backend ended the stream with an error event.")
             if call.holds:
-                # Another backend may go on. Otherwise `end_broken` sends what was held back.
+                # Another backend may go on. Otherwise `end_broken` sends the held-back bytes.
                 return
         else:
             attempt.complete()

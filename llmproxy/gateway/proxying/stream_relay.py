@@ -67,9 +67,9 @@ class ResponseRelay:
 class StreamRelay(ResponseRelay):
     """Relays the events of a stream. The lease gets reports of progress while the relay is registered in `reports`.
 
-    The answer to the client begins with the first complete event or comment; with `opening_events`, only after one
-    event more than this number. Until then, bytes are buffered. If one of these events is an error, nothing is sent, so
-    that another backend may be tried; `first` has the buffered bytes.
+    The answer to the client begins with the first complete event; with `opening_events`, only after one event more than
+    this number. Until then, bytes are buffered, and comments are sent. If one of these events is an error, it is not
+    sent, so that another backend may be tried; `first` has the buffered bytes.
     """
 
     __slots__ = ("_lease", "_opening_events", "_reported_s", "_reports", "_tap", "first")
@@ -115,9 +115,13 @@ class StreamRelay(ResponseRelay):
         if tap.error_first or (self._opening_events and tap.error_seen):
             self._exchange.halt()
         elif len(self.first) > BUFFERED_BYTES_MAX or (
-            tap.data_events > self._opening_events if self._opening_events else tap.first_event_complete
+            tap.data_events > self._opening_events
+            if self._opening_events
+            else tap.first_token_seen or tap.data_events or tap.done_seen
         ):
             self._begin()
+        elif tap.first_event_complete and not tap.data_events and tap.at_boundary and self._client.comment(self.first):
+            self.first = b""
 
     def _begin(self) -> None:
         check_cut(self._call)

@@ -74,13 +74,29 @@ async def test_a_backend_that_shuts_down_ends_every_request(dialect: str) -> Non
         assert proxy.outcomes() == {"broken_stream": 1}
 
 
-async def test_comments_do_not_make_up_for_a_first_token() -> None:
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
+async def test_comments_do_not_make_up_for_a_first_token(path: str) -> None:
+    """Nor do they bind the client to a replica."""
     chatty = replace(FAST, sse_keep_alive_s=0.02)
-    async with serving(chatty, FAST, scheduling={"placement": "round_robin"}, timeouts={"first_byte_s": 1.0}) as proxy:
+    config: dict[str, Any] = {"scheduling": {"placement": "round_robin"}, "timeouts": {"first_byte_s": 1.0}}
+    async with serving(chatty, FAST, **config) as proxy:
         proxy.replicas[0].faults.set("frozen")
-        events = await read_stream(proxy, CHAT, ENDLESS)
+        events = await read_stream(proxy, path, STREAM, whole=True)
+        assert events.count(b": keep-alive") > 1
+        assert events[-1].endswith((b"[DONE]", b'{"type":"message_stop"}'))
+        assert b"error" not in b"".join(events)
+        await until(lambda: not proxy.replicas[0].in_flight)
+        proxy.replicas[0].faults.clear()
+        assert proxy.outcomes() == {"completed": 1}
+
+
+async def test_after_comments_alone_a_failure_is_an_event() -> None:
+    async with serving(replace(FAST, sse_keep_alive_s=0.02), timeouts={"first_byte_s": 0.5}) as proxy:
+        proxy.replicas[0].faults.set("frozen")
+        events = await read_stream(proxy, CHAT, STREAM, whole=True)
         assert set(events[:-1]) == {b": keep-alive"}
-        assert "timeouts.first_byte_s" in error_of(events[-1], "chat")
+        error = json.loads(events[-1].removeprefix(b"data: "))["error"]
+        assert (error["code"], "timeouts.first_byte_s" in error["message"]) == (504, True)
         await until(lambda: not proxy.replicas[0].in_flight)
         proxy.replicas[0].faults.clear()
 
