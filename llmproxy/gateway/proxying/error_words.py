@@ -15,12 +15,13 @@ from llmproxy.core.retry import Cause, cause_of
 
 _BYTES_MAX = 64 << 10
 _LIKELY = re.compile(rb'"(?:error|object|type|response)"\s*:')
+_BEGINNING_CHARS = 64
 _DEAD = re.compile(
-    rb"EngineCore encountered an issue|Engine(?:Core)?(?:Dead|Died)|engine (?:loop|core)? ?(?:is|has) (?:dead|died)"
-    rb"|background loop (?:has errored|is not running)",
+    r"EngineCore encountered an issue|Engine(?:Core)?(?:Dead|Died)|engine (?:loop|core)? ?(?:is|has) (?:dead|died)"
+    r"|background loop (?:has errored|is not running)",
     re.IGNORECASE,
 )
-_DRAINING = b"cannot schedule new futures"
+_DRAINING = "cannot schedule new futures"
 """Text in the answer with status 500 from a vLLM that is shutting down, although its /health is still 200."""
 ABORT = b'"abort"'
 ABORTED = re.compile(rb'"finish_reason"\s*:\s*"abort"')  # The end of all answers of a vLLM that shuts down.
@@ -51,9 +52,7 @@ def answer_cause(status: int, body: bytes, *, own_key: bool) -> Cause:
     """
     cause = cause_of(status, own_key=own_key)
     if cause is Cause.ERROR:
-        if _DRAINING in body:
-            return Cause.DRAINING
-        return Cause.ENGINE_DEAD if _DEAD.search(body[:_BYTES_MAX]) else cause
+        return _engine_cause(body)
     if status == 404:
         error = error_in(body) or {}
         named = error.get("param") == "model" or _letters(error.get("code")) == "modelnotfound"
@@ -68,8 +67,6 @@ def event_cause(data: bytes, *, own_key: bool = True) -> Cause:
     An unknown error counts as an error of the engine. `own_key`: the request carried the proxy's key, so a refused key
     is no error of the client.
     """
-    if _DEAD.search(data[:_BYTES_MAX]):
-        return Cause.ENGINE_DEAD
     if data == END_MARK or ABORTED.search(data):
         return Cause.DRAINING
     error = error_in(data) or {}
@@ -82,7 +79,19 @@ def event_cause(data: bytes, *, own_key: bool = True) -> Cause:
         for pattern, cause in _WORDS:
             if pattern.search(word):
                 return Cause.REJECTED if cause is Cause.UNAUTHORIZED and not own_key else cause
-    return Cause.ERROR
+    return _engine_cause(data)
+
+
+def _engine_cause(data: bytes) -> Cause:
+    """Returns the cause of an error of the engine: DRAINING, ENGINE_DEAD, or ERROR without the words of either.
+
+    Only the type and the beginning of the message count, because a message may repeat the words of the client.
+    """
+    error = error_in(data) or {"message": data[:_BEGINNING_CHARS].decode(errors="replace")}
+    words = f"{error.get('type')} {str(error.get('message'))[:_BEGINNING_CHARS]}"
+    if _DRAINING in words:
+        return Cause.DRAINING
+    return Cause.ENGINE_DEAD if _DEAD.search(words) else Cause.ERROR
 
 
 def error_in(data: bytes) -> dict[str, Any] | None:

@@ -25,7 +25,13 @@ REJECTED = [
     '{"object":"error","message":"long","type":"BadRequestError","param":null,"code":400}',
     '{"id":"1","choices":[],"error":{"message":"long","code":400}}',
     '{"error":"long","code":400}',
+    '{"error":{"message":"tool `EngineDead` is unknown","type":"BadRequestError","code":400}}',
+    '{"error":{"message":"bad: EngineCore encountered an issue","type":"invalid_request_error"}}',
 ]
+REPEATED = (
+    '{"error":{"message":"The chat template failed on the messages of this request, which are: the engine is dead, it'
+    ' cannot schedule new futures","code":500}}'
+)
 OTHERS = [
     ('{"error":{"message":"oom","type":"InternalServerError","code":500}}', Cause.ERROR),
     ('{"type":"error","error":{"type":"api_error","message":"oom"}}', Cause.ERROR),
@@ -42,6 +48,8 @@ OTHERS = [
     ('{"error":{"message":"EngineCore encountered an issue.","code":500}}', Cause.ENGINE_DEAD),
     ('{"error":{"message":"died","type":"EngineDeadError","code":500}}', Cause.ENGINE_DEAD),
     ('{"error":{"message":"Background loop has errored already.","code":500}}', Cause.ENGINE_DEAD),
+    ('{"error":{"message":"Internal error: AsyncEngineDeadError()","code":500}}', Cause.ENGINE_DEAD),
+    (REPEATED, Cause.ERROR),
 ]
 
 
@@ -90,6 +98,7 @@ DRAINING = b'{"error":{"message":"cannot schedule new futures after shutdown","c
         *((status, b"", Cause.BUSY) for status in (408, 409, 425, 429, 503, 529)),
         (500, b"", Cause.ERROR), (502, b"", Cause.ERROR), (504, b"", Cause.OVERRAN),
         (500, DRAINING, Cause.DRAINING), (500, b"EngineCore encountered an issue.", Cause.ENGINE_DEAD),
+        (500, REPEATED.encode(), Cause.ERROR), (500, b'{"detail":"The engine is dead"}', Cause.ENGINE_DEAD),
     ],
 )  # fmt: skip
 def test_an_answer_has_the_cause_of_its_status_and_words(status: int, body: bytes, cause: Cause) -> None:
