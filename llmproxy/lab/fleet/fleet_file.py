@@ -1,8 +1,7 @@
 """Parses fleets: names like `4xllama-8b-h100+4xllama-8b-a100` or `3xllama-8b-h100:prefill+5xllama-8b-h100:decode`, and
 YAML files with faults:
 
-proxies: 2                  # independent; or `relays: 2`, one cluster, with rtt_s and leader_dies_at_s
-pinned: true                # the first tenant uses one proxy, and other tenants the other proxies
+proxies: 2                  # independent of each other
 kv_transfer: {bytes_per_s: 1.25e+9, latency_s: 0.01}
 replicas:
   - {count: 6, profile: llama-8b-h100, max_num_seqs: 128, role: decode}
@@ -39,12 +38,10 @@ from llmproxy.lab.fleet.spec import (
     KV_TRANSFER,
     MAX_MODEL_LEN,
     MAX_NUM_SEQS,
-    RTT_S,
     STEP_TOKENS,
     Autoscale,
     Fault,
     FleetFaultKind,
-    ProxyCluster,
     ReplicaSpec,
     SimulatedFleet,
 )
@@ -287,10 +284,6 @@ class _FleetEntry(Section):
     replicas: tuple[_ReplicaEntry, ...]
     faults: Annotated[tuple[_FaultEntry, ...], Field(max_length=FAULTS_MAX)] = ()
     proxies: Annotated[Integer, Field(ge=1, le=PROXIES_MAX)] = 1
-    relays: Annotated[Integer, Field(ge=2, le=PROXIES_MAX)] | None = None
-    rtt_s: Cost = RTT_S
-    leader_dies_at_s: Cost | None = None
-    pinned: bool = False
     autoscale: _AutoscaleEntry | None = None
     kv_transfer: _KvTransferEntry = _KvTransferEntry()
 
@@ -333,10 +326,7 @@ def _fleet_of(name: str, entry: _FleetEntry, findings: list[Finding]) -> Simulat
         findings.append((("autoscale", "min"), f"should be at most the {total} replicas of the fleet, not {scale.min}"))
     autoscale = None if scale is None else Autoscale(scale.policy, scale.min, scale.start_s, scale.ask_s)
     transfer = KvTransfer(**entry.kv_transfer.model_dump())
-    cluster = None if entry.relays is None else ProxyCluster(entry.rtt_s, entry.leader_dies_at_s)
-    return SimulatedFleet(
-        name, tuple(specs.values()), faults, entry.relays or entry.proxies, cluster, autoscale, transfer, entry.pinned
-    )
+    return SimulatedFleet(name, tuple(specs.values()), faults, entry.proxies, autoscale, transfer)
 
 
 def _specs(entries: Sequence[_ReplicaEntry], total: int, findings: list[Finding]) -> dict[str, ReplicaSpec]:

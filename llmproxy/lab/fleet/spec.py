@@ -84,17 +84,6 @@ class Autoscale:
     ask_s: float = 15.0
 
 
-RTT_S = 0.0005  # Round-trip time between two machines in one network.
-
-
-@dataclass(frozen=True, slots=True)
-class ProxyCluster:
-    """Proxies that schedule as one cluster. `leader_dies_at_s` counts from the start of the trace."""
-
-    rtt_s: float = RTT_S
-    leader_dies_at_s: float | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class SimulatedFleet:
     """Replicas, their faults, their autoscaler and KV transfer times, and the proxies in front of them."""
@@ -104,14 +93,11 @@ class SimulatedFleet:
     replicas: tuple[ReplicaSpec, ...]
     # The faults of replicas, in the order of their begins.
     faults: tuple[Fault, ...] = ()
-    # Number of proxies. Without a `cluster`, each proxy knows only its own requests.
+    # Number of proxies. Each knows only its own requests.
     proxies: int = 1
-    cluster: ProxyCluster | None = None
     autoscale: Autoscale | None = None
     # Durations of KV transfers between replicas with roles.
     kv_transfer: KvTransfer = KV_TRANSFER
-    # Whether the first tenant of the trace uses one proxy, and the other tenants use the other proxies.
-    pinned: bool = False
 
     @property
     def split_up(self) -> bool:

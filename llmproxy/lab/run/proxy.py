@@ -37,7 +37,7 @@ from llmproxy.lab.traces.arrival import BASE_MODEL, Arrival
 from llmproxy.scheduling.attempt import Attempt
 from llmproxy.scheduling.attempts import Routing, run_attempts
 from llmproxy.scheduling.dispatcher import Dispatcher
-from llmproxy.scheduling.lease import Lease, Leasing
+from llmproxy.scheduling.lease import Lease
 
 BYTES_PER_TOKEN = 4.3
 """Mean bytes per token of a replay's prompts. As in production, the proxy learns it from the usage of answers."""
@@ -75,7 +75,6 @@ class LabProxy:
         settings = replace(plan.settings, roles=roles)
         self.pools = AuditedPools(settings, limits, {}, lambda: plan.make_placement(around, world))
         self.dispatcher = Dispatcher(self.pools)
-        self.leasing: Leasing = self.dispatcher
         cards = [ModelCard(name, BASE_MODEL, None) for name in world.adapters]
         self._cards = {
             name: (ModelCard(BASE_MODEL, None, replica.spec.max_model_len), *cards)
@@ -84,7 +83,6 @@ class LabProxy:
         self._streams: dict[str, tuple[Lease, ServerJob, SimulatedServer]] = {}
         self._kept: dict[str, KeptKv] = {}
         self._stopped = False
-        self.dead = False
 
     # --- polling ------------------------------------------------------------------------------------------------------
 
@@ -183,11 +181,6 @@ class LabProxy:
             await self._schedule(request_id, record)
         except Refused as refused:
             self._refuse(record, refused)
-        except asyncio.CancelledError:
-            # The proxy died, and its client sees a broken connection.
-            if not self.dead:
-                raise
-            record.outcome = Outcome.CONNECT_FAILED
         finally:
             self._world.leave(request_id)
             record.ended_s = self._loop.time()
@@ -201,7 +194,7 @@ class LabProxy:
             return
         prompt_bytes = round(arrival.prompt_tokens * BYTES_PER_TOKEN * self._rng.lognormvariate(0.0, BYTES_SIGMA))
         facts = RequestFacts(arrival.adapter or BASE_MODEL, stream=not arrival.whole, prompt_bytes=prompt_bytes)
-        target = await self.leasing.resolve(facts.model, self._config.queue.no_backend_wait_s, prompt_bytes)
+        target = await self.dispatcher.resolve(facts.model, self._config.queue.no_backend_wait_s, prompt_bytes)
         self._budget.request()
         prompt_tokens, output_tokens = self.pools.estimator.tokens(target.model, facts)
         identity = self._identities.identity(arrival, target, record.band)
@@ -237,7 +230,7 @@ class LabProxy:
             await self._attempt(record, routing, request, lease, attempt)
 
         try:
-            await run_attempts(request, routing, serve, self.leasing, self._budget, extra_attempts)
+            await run_attempts(request, routing, serve, self.dispatcher, self._budget, extra_attempts)
         except Refused as refused:
             self._refuse(record, refused)
         else:
@@ -246,14 +239,14 @@ class LabProxy:
             # A preempted attempt is no failure, so it is not counted.
             record.attempts, record.preemptions = routing.attempts - routing.preemptions, routing.preemptions
             self._kept.pop(request.id, None)
-            self.leasing.ended(request, _met(request, record))
+            self.dispatcher.ended(request, _met(request, record))
 
     def _learn(self, record: Record, request: Request, lease: Lease | None) -> None:
         """Learns from a completed answer, as the gateway does."""
         if record.outcome is Outcome.COMPLETED and lease is not None and lease.usage is not None:
             self.pools.estimator.learn(request.model, request.body_bytes, 1, lease.usage)
             grant, hashes = lease.grant, self._world.blocks.cached(record.arrival)
-            self.leasing.cached(request.pool, grant.lease, grant.placed.backend, hashes)
+            self.dispatcher.cached(request.pool, grant.lease, grant.placed.backend, hashes)
 
     def _refuse(self, record: Record, refused: Refused) -> None:
         # A retry that finds no backend ends with the outcome of the attempt before it, as in the gateway.

@@ -24,7 +24,6 @@ from llmproxy.lab.results.objectives import NOTHING_WANTED, Objectives, Wanted
 from llmproxy.lab.results.record import Record
 from llmproxy.lab.results.recorder import RunRecorder
 from llmproxy.lab.run.proxy import LabProxy
-from llmproxy.lab.run.relays import LabCluster
 from llmproxy.lab.run.virtual_time import run
 from llmproxy.lab.scaling.signals import Look
 from llmproxy.lab.traces.arrival import Arrival, Trace, turns_of
@@ -92,9 +91,6 @@ class Run:
         self._ended = 0
         self._output_tokens: Counter[int] = Counter()
         self.scaled: ScaledFleet | None = None
-        self.cluster: LabCluster | None = None
-        self._by_proxy: dict[asyncio.Task[None], LabProxy] = {}
-        self._first: str | None = None
         self._answers: deque[tuple[float, float, int, int]] = deque()
         """(End, time to first token divided by its objective, prompt tokens, output tokens) of the last answers."""
 
@@ -119,11 +115,6 @@ class Run:
         self._replicas = replicas
         self._world = World(replicas, setup.adapters, blocks, setup.fleet.split_up)
         self.proxies = self._start_proxies(self._world)
-        if setup.fleet.cluster is not None and not setup.plan.central:
-            self.cluster = LabCluster(self.proxies, setup.fleet.cluster.rtt_s)
-            await self.cluster.start()
-            if (dies_at_s := setup.fleet.cluster.leader_dies_at_s) is not None:
-                loop.call_at(SETTLE_S + dies_at_s, self._kill_leader)
         schedule(setup.fleet.faults, replicas, SETTLE_S)
         for fault in setup.fleet.faults:
             if fault.kind in DETECTABLE and fault.replica is not None:
@@ -138,8 +129,6 @@ class Run:
             self._drained = loop.create_future()
             await self._drained
         self._over = True
-        if self.cluster is not None:
-            await self.cluster.close()
         if self.scaled is not None:
             self.scaled.end(loop.time())
             turn_s = 2.0 * self.scaled.autoscale.start_s
@@ -260,32 +249,11 @@ class Run:
         if self._setup.objectives_named:
             ttft_slo_s, tpot_slo_s = self._objectives.for_arrival(arrival)
             arrival = replace(arrival, ttft_slo_s=ttft_slo_s, tpot_slo_s=tpot_slo_s)
-        proxy = self._proxy_of(arrival)
+        # A single proxy draws no random number: the results of a seed stay the same.
+        proxy = self.proxies[0] if len(self.proxies) == 1 else self._rng.choice(self.proxies)
         task = asyncio.get_running_loop().create_task(self._serve(proxy, arrival))
         self._tasks.add(task)
         task.add_done_callback(self._done)
-        if self.cluster is not None:
-            self._by_proxy[task] = proxy
-            task.add_done_callback(self._by_proxy.pop)
-
-    def _proxy_of(self, arrival: Arrival) -> LabProxy:
-        """Returns a random living proxy. If tenants are pinned, one living proxy serves only the first tenant."""
-        living = [proxy for proxy in self.proxies if not proxy.dead]
-        if len(living) == 1:
-            return living[0]
-        if not self._setup.fleet.pinned:
-            return self._rng.choice(living)
-        self._first = self._first or arrival.tenant
-        return living[0] if arrival.tenant == self._first else self._rng.choice(living[1:])
-
-    def _kill_leader(self) -> None:
-        assert self.cluster is not None
-        leader = self.cluster.leader
-        if leader is not None and sum(not proxy.dead for proxy in self.proxies) > 1:
-            leader.proxy.dead = True
-            self.cluster.kill(leader)
-            for task in [task for task, proxy in self._by_proxy.items() if proxy is leader.proxy]:
-                task.cancel()
 
     async def _serve(self, proxy: LabProxy, arrival: Arrival) -> None:
         record = await proxy.serve(arrival)
