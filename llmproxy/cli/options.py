@@ -167,7 +167,6 @@ SIMULATE: Options = {
         ),
         None,
     ),
-    "roles": (_option(bool, "--roles", help="Try each number of prefill replicas, and report the best."), False),
     "objective": (
         _option(
             str | None,

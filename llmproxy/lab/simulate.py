@@ -18,7 +18,7 @@ from llmproxy.lab.fleet.fleet_file import FleetError, fleet_named
 from llmproxy.lab.fleet.spec import SimulatedFleet
 from llmproxy.lab.policies.bounds import all_bounds
 from llmproxy.lab.policies.by_name import ORACLE, PolicyPlan, is_own, own_name, plan_named
-from llmproxy.lab.results.fleet_tables import Sizes, Splits, print_sizes, print_splits, sizes_of, splits_of
+from llmproxy.lab.results.fleet_tables import Sizes, print_sizes, sizes_of
 from llmproxy.lab.results.objectives import Wanted
 from llmproxy.lab.results.report import Extra, page
 from llmproxy.lab.results.result import Bound, Point, SimulationResult, load_label, to_bytes
@@ -26,7 +26,7 @@ from llmproxy.lab.results.table import print_tables
 from llmproxy.lab.run.runs import Finished, Simulation, points, prepared, run_all
 from llmproxy.lab.traces import Survey
 from llmproxy.lab.traces.arrival import Trace, TraceError
-from llmproxy.lab.variants import fleets, labelled, prefilling
+from llmproxy.lab.variants import fleets, labelled
 
 if TYPE_CHECKING:
     from llmproxy.lab.results.plots import Plot
@@ -53,7 +53,6 @@ class SimulateOptions:
     proxies: int | None = None
     scales: tuple[str, ...] = ()
     sizes: str | None = None
-    roles: bool = False
     objective: str | None = None
     workers: int | None = None
     out: Path | None = None
@@ -92,7 +91,7 @@ def _simulate(options: SimulateOptions) -> None:
         wanted=_wanted(options),
     )  # fmt: skip
     try:
-        tried = fleets(fleet, options.scales, options.sizes, options.roles)
+        tried = fleets(fleet, options.scales, options.sizes)
     except ValueError as error:
         raise Unusable(str(error)) from None
     chosen = points(tuple(plans), options.seeds, tuple(rates), tuple(prefills))
@@ -110,8 +109,6 @@ def _simulate(options: SimulateOptions) -> None:
     by_label = {label: plain[i * len(chosen) : (i + 1) * len(chosen)] for i, label in enumerate(tried)}
     finished = list(labelled(by_label))
     sizes = sizes_of([(one.run.policy, one.run) for one in plain]) if options.sizes is not None else []
-    of_roles = [(one.run.policy, prefilling(tasks[i][0].fleet), one.run) for i, one in enumerate(plain)]
-    splits = splits_of(of_roles) if options.roles else []
     # Bounds need a single fleet.
     with Console(stderr=True).status("computing bounds"):
         bounds = _bounds(simulation, chosen) if len(tried) == 1 and not sizes else {}
@@ -122,8 +119,6 @@ def _simulate(options: SimulateOptions) -> None:
     )
     if sizes:
         print_sizes(sizes, simulation.wanted, console)
-    elif splits:
-        print_splits(splits, simulation.wanted, console)
     else:
         print_tables(result, console)
     for run in result.runs:
@@ -134,7 +129,7 @@ def _simulate(options: SimulateOptions) -> None:
             console.print(f"{run.policy}, seed {run.seed}: {text}", markup=False)
     if options.out is not None:
         own = [one.run.policy for one, as_named in zip(finished, plain, strict=True) if is_own(as_named.run.policy)]
-        _write(options.out, options, result, own, _extra(finished, sizes, splits, simulation.wanted), console)
+        _write(options.out, options, result, own, _extra(finished, sizes, simulation.wanted), console)
 
 
 def _wanted(options: SimulateOptions) -> Wanted:
@@ -145,17 +140,16 @@ def _wanted(options: SimulateOptions) -> Wanted:
         raise Unusable(f"--objective {options.objective}: {error}") from None
 
 
-def _extra(finished: Sequence[Finished], sizes: Sequence[Sizes], splits: Sequence[Splits], wanted: Wanted) -> Extra:
-    """Returns the report's parts about scaling, fleet sizes and divisions of fleets, for the first seed and load."""
+def _extra(finished: Sequence[Finished], sizes: Sequence[Sizes], wanted: Wanted) -> Extra:
+    """Returns the report's parts about scaling and fleet sizes, for the first seed and load."""
     scaled = {one.run.policy: one.trail for one in reversed(finished) if one.trail.scaled}
-    if not scaled and not sizes and not splits:
+    if not scaled and not sizes:
         return Extra()
 
     def draw() -> list[Plot]:
         from llmproxy.lab.results import plots
 
         drawn = [plots.sizes_plot(sizes, wanted)] if sizes else []
-        drawn += [plots.splits_plot(splits, wanted)] if splits else []
         return [*drawn, plots.replicas_plot(list(scaled.items())[::-1])] if scaled else drawn
 
     return Extra(draw=draw)

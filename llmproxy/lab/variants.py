@@ -1,4 +1,4 @@
-"""Variants of a fleet for one trace: several sizes, divisions into roles, or autoscaling signals."""
+"""Variants of a fleet for one trace: several sizes or autoscaling signals."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from llmproxy.core.domain import Role
 from llmproxy.lab.fleet.fleet_file import REPLICAS_MAX
 from llmproxy.lab.fleet.spec import Autoscale, SimulatedFleet
 from llmproxy.lab.run.runs import Finished
@@ -15,22 +14,12 @@ from llmproxy.lab.scaling.signals import SIGNALS
 SIZES_MAX = 64
 
 
-def fleets(
-    fleet: SimulatedFleet, scales: Sequence[str], sizes: str | None, roles: bool = False
-) -> dict[str, SimulatedFleet]:
+def fleets(fleet: SimulatedFleet, scales: Sequence[str], sizes: str | None) -> dict[str, SimulatedFleet]:
     """Maps a suffix for the names of policies to each variant of `fleet` that the options of `llmproxy simulate` ask
     for.
 
     Without such options, the only key is "". Raises ValueError with the reason for options that do not fit together.
     """
-    if roles:
-        if scales or sizes is not None or fleet.autoscale is not None:
-            raise ValueError(
-                "--roles: a fleet that is divided has one size; leave out --scale, --fleet-size, autoscale"
-            )
-        if len(fleet.replicas) < 2:
-            raise ValueError("--roles: one replica cannot be divided")
-        return {f"{prefill} for prompts": divided(fleet, prefill) for prefill in range(len(fleet.replicas))}
     if sizes is not None:
         if scales or fleet.autoscale is not None:
             raise ValueError("--fleet-size: a fleet of given sizes does not scale; leave out --scale and autoscale")
@@ -52,18 +41,6 @@ def resized(fleet: SimulatedFleet, count: int) -> SimulatedFleet:
     width = len(str(count - 1))
     chosen = (replace(kinds[i % len(kinds)], name=f"gpu-{i:0{width}}") for i in range(count))
     return replace(fleet, name=f"{count} of {fleet.name}", replicas=tuple(chosen))
-
-
-def divided(fleet: SimulatedFleet, prefill: int) -> SimulatedFleet:
-    """Returns the fleet with its first `prefill` replicas for prefill, and the others for decode; 0: no roles."""
-    roles = [Role.PREFILL] * prefill + [Role.DECODE if prefill else Role.BOTH] * (len(fleet.replicas) - prefill)
-    return replace(
-        fleet, replicas=tuple(replace(spec, role=role) for spec, role in zip(fleet.replicas, roles, strict=True))
-    )
-
-
-def prefilling(fleet: SimulatedFleet) -> int:
-    return sum(spec.role is Role.PREFILL for spec in fleet.replicas)
 
 
 def labelled(found: Mapping[str, Sequence[Finished]]) -> Iterator[Finished]:

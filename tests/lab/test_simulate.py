@@ -110,17 +110,6 @@ def test_sizes_of_a_fleet_are_compared_and_advised(trace: str, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_fleet_is_divided_and_the_best_way_advised(trace: str, tmp_path: Path) -> None:
-    done = simulate(trace, "--roles", "--no-oracle", "--objective", "ttft=5s", "--out", str(tmp_path))
-    assert (done.exit_code, done.stderr) == (0, "")
-    said = " ".join(done.stdout.split())
-    assert "2 replicas that do both keep 5 s to the first token for 100.0% of requests; others are as good." in said
-    result = result_in(tmp_path)
-    assert [one.policy for one in result.runs] == ["cost, 0 for prompts", "cost, 1 for prompts"]
-    assert "How many replicas for prompts" in (tmp_path / "report.html").read_text()
-
-
-@pytest.mark.slow
 def test_signals_are_compared_on_one_axis_of_time(trace: str, tmp_path: Path) -> None:
     done = simulate(trace, "--scale", "ours", "--scale", "static", "--no-oracle", "--out", str(tmp_path))
     assert (done.exit_code, done.stderr) == (0, "")

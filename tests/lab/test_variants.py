@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from llmproxy.core.domain import Role
 from llmproxy.lab.fleet.fleet_file import fleet_named
 from llmproxy.lab.fleet.spec import Autoscale, Fault, FleetFaultKind
 from llmproxy.lab.results.fleet_tables import Size, Sizes
 from llmproxy.lab.results.objectives import Wanted
-from llmproxy.lab.variants import fleets, prefilling, resized
+from llmproxy.lab.variants import fleets, resized
 
 MIXED = fleet_named("2xllama-8b-h100+1xllama-8b-a100")
 
@@ -48,13 +47,13 @@ def test_sizes_go_with_neither_signals_nor_faults() -> None:
 
 def test_each_signal_is_a_fleet_with_the_bounds_of_the_file() -> None:
     own = replace(MIXED, autoscale=Autoscale("ours", 2, 50.0))
-    found = fleets(own, ("hpa_queue", "wva"), None)
+    found = fleets(own, ("hpa_queue", "slo_p90"), None)
     assert {name: one.autoscale for name, one in found.items()} == {
         "hpa_queue": Autoscale("hpa_queue", 2, 50.0),
-        "wva": Autoscale("wva", 2, 50.0),
+        "slo_p90": Autoscale("slo_p90", 2, 50.0),
     }
     assert fleets(own, (), None) == {"": own}
-    assert list(fleets(own, ("wva",), None)) == [""]
+    assert list(fleets(own, ("slo_p90",), None)) == [""]
     with pytest.raises(ValueError, match="is no signal"):
         fleets(own, ("oracle",), None)
 
@@ -94,25 +93,3 @@ def test_objectives_are_read(text: str, wanted: Wanted) -> None:
 def test_objectives_that_mean_nothing_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"none of|should have"):
         Wanted.parsed(text)
-
-
-def test_a_fleet_is_divided_in_every_way() -> None:
-    found = fleets(fleet_named("3xtiny"), [], None, roles=True)
-    assert list(found) == ["0 for prompts", "1 for prompts", "2 for prompts"]
-    roles = [[spec.role for spec in one.replicas] for one in found.values()]
-    prefill, decode = Role.PREFILL, Role.DECODE
-    assert roles == [[Role.BOTH] * 3, [prefill, decode, decode], [prefill, prefill, decode]]
-    assert [prefilling(one) for one in found.values()] == [0, 1, 2]
-
-
-@pytest.mark.parametrize(
-    ("name", "scales", "sizes", "reason"),
-    [
-        ("1xtiny", [], None, "one replica cannot be divided"),
-        ("2xtiny", ["ours"], None, "leave out --scale"),
-        ("2xtiny", [], "1..2", "leave out --scale, --fleet-size"),
-    ],
-)
-def test_what_cannot_be_divided_is_reported(name: str, scales: list[str], sizes: str | None, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        fleets(fleet_named(name), scales, sizes, roles=True)

@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any
 
 from llmproxy.core.backends.view import View
-from llmproxy.core.domain import AdmissionKind, Decision, Drop, Grant, Placed, Request, Stage, Verdict
+from llmproxy.core.domain import AdmissionKind, Decision, Drop, Grant, Request, Stage, Verdict
 from llmproxy.core.lease_events import LeaseEvent, Progress, Returned
 from llmproxy.core.placement.policy import could_serve
 from llmproxy.core.pools import Pools
@@ -100,13 +100,6 @@ class Audit:
         self.unfinished_tokens_most = max(self.unfinished_tokens_most, self._unfinished_tokens)
         self._charge_to(lease, self._charge.estimate(request))
 
-    def resumed(self, number: int, request: Request) -> None:
-        """Records a lease of another scheduler that continues here with the number `number`."""
-        lease = self._leases[number] = _AuditedLease(request)
-        self._unfinished_tokens += lease.tokens
-        self._counters.setdefault((request.band, request.flow), 0.0)
-        lease.charged = self._charge.estimate(request)
-
     def progressed(self, event: Progress) -> None:
         lease = self._leases[event.lease]
         self._grow(lease, lease.request.prompt_tokens + event.output_tokens)
@@ -170,12 +163,6 @@ class AuditedPools(Pools):
     def cancel(self, request: Request) -> None:
         super().cancel(request)
         self.audit.left(request)
-
-    def resume(self, request: Request, placed: Placed, at_s: float) -> int | None:
-        lease = super().resume(request, placed, at_s)
-        if lease is not None:
-            self.audit.resumed(lease, request)
-        return lease
 
     def decide(self, now: float) -> list[Decision]:
         decisions = super().decide(now)

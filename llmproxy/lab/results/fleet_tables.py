@@ -1,4 +1,4 @@
-"""Tables of one trace on several fleets: how many replicas are enough, and how many of them for prompts."""
+"""Tables of one trace on fleets of several sizes: how many replicas are enough."""
 
 from __future__ import annotations
 
@@ -17,16 +17,9 @@ from llmproxy.lab.results.table import MISSING, milliseconds, seconds
 
 HOUR_S = 3_600.0
 THOUSAND = 1_000.0
-NEAR = 0.005  # Differences of goodput up to this are chance.
-KEPT_NOTE = "Kept: share of all offered requests that kept the objectives; a refusal or a failure is a miss."
 SIZES_NOTE = (
-    f"{KEPT_NOTE} TTFT in seconds, "
+    "Kept: share of all offered requests that kept the objectives; a refusal or a failure is a miss. TTFT in seconds, "
     "TPOT in milliseconds, hours of replicas for 1,000 requests that kept them. Bold: enough."
-)
-SPLITS_NOTE = (
-    f"{KEPT_NOTE} Split: share of "
-    "them in two stages. TTFT in seconds, TPOT in milliseconds. Wants: replicas for prompts by the work that the proxy "
-    "saw. Bold: the best, and divisions that are as good."
 )
 
 
@@ -66,63 +59,14 @@ def _replicas(count: int) -> str:
     return "1 replica keeps" if count == 1 else f"{count} replicas keep"
 
 
-class Split(NamedTuple):
-    """A division of a fleet into prefill and decode replicas: means over seeds. `prefill` 0: all replicas do both.
-
-    `wants` is the number of prefill replicas that `/scale` recommends for this fleet size; None if unknown.
-    """
-
-    prefill: int
-    decode: int
-    kept: float
-    split: float
-    ttft_p99_s: float | None
-    tpot_p99_s: float | None
-    wants: float | None
-
-
-class Splits(NamedTuple):
-    """All divisions under one policy at one load, the fewest prefill replicas first."""
-
-    name: str
-    rows: list[Split]
-
-    @property
-    def best(self) -> list[Split]:
-        """The division with the largest goodput, and all divisions within `NEAR` of it."""
-        most = max(row.kept for row in self.rows)
-        return [row for row in self.rows if row.kept >= most - NEAR]
-
-    def advice(self, wanted: Wanted) -> str:
-        """Returns a sentence that names the division with the most requests in time, and their share."""
-        row = max(self.best, key=lambda one: one.kept)
-        said = f"{_division(row)} {wanted} for {row.kept:.1%} of requests"
-        return f"{said}, and no division for more." if len(self.best) == 1 else f"{said}; others are as good."
-
-
-def _division(row: Split) -> str:
-    if not row.prefill:
-        return f"{row.decode} replicas that do both keep"
-    return f"{row.prefill} for prompts and {row.decode} for answers keep"
-
-
-def _grouped(runs: Sequence[tuple[str, int, RunResult]]) -> list[tuple[str, list[tuple[int, list[RunResult]]]]]:
-    """Groups runs by (policy and load), and then by their number, in ascending order."""
-    groups: dict[str, dict[int, list[RunResult]]] = {}
-    loads = {(run.rate_scale, run.prefill_scale) for _, _, run in runs}
-    for policy, number, run in runs:
-        load = f", rate x{run.rate_scale:g}, prefill x{run.prefill_scale:g}" if len(loads) > 1 else ""
-        groups.setdefault(policy + load, {}).setdefault(number, []).append(run)
-    return [(name, sorted(rows.items())) for name, rows in groups.items()]
-
-
 def sizes_of(runs: Sequence[tuple[str, RunResult]]) -> list[Sizes]:
-    groups = _grouped([(policy, len(run.by_backend), run) for policy, run in runs])
-    return [Sizes(name, [_size(*row) for row in rows]) for name, rows in groups]
-
-
-def splits_of(runs: Sequence[tuple[str, int, RunResult]]) -> list[Splits]:
-    return [Splits(name, [_split(*row) for row in rows]) for name, rows in _grouped(runs)]
+    """Groups runs, each with the name of its policy, by policy and load, and then by the size of their fleet."""
+    groups: dict[str, dict[int, list[RunResult]]] = {}
+    loads = {(run.rate_scale, run.prefill_scale) for _, run in runs}
+    for policy, run in runs:
+        load = f", rate x{run.rate_scale:g}, prefill x{run.prefill_scale:g}" if len(loads) > 1 else ""
+        groups.setdefault(policy + load, {}).setdefault(len(run.by_backend), []).append(run)
+    return [Sizes(name, [_size(*row) for row in sorted(rows.items())]) for name, rows in groups.items()]
 
 
 def _size(replicas: int, runs: Sequence[RunResult]) -> Size:
@@ -140,20 +84,6 @@ def _size(replicas: int, runs: Sequence[RunResult]) -> Size:
     )
 
 
-def _split(prefill: int, runs: Sequence[RunResult]) -> Split:
-    replicas = len(runs[0].by_backend)
-    share = mean_of(run.prefill_share for run in runs)
-    return Split(
-        prefill,
-        replicas - prefill,
-        fmean(run.goodput or 0.0 for run in runs),
-        fmean(run.split / run.offered if run.offered else 0.0 for run in runs),
-        mean_of(run.ttft_s.p99 for run in runs),
-        mean_of(run.tpot_s.p99 for run in runs),
-        None if share is None else replicas * share,
-    )
-
-
 def print_sizes(found: Sequence[Sizes], wanted: Wanted, console: Console) -> None:
     """Prints a table for each policy and load, with the advice below it."""
     for sizes in found:
@@ -163,36 +93,15 @@ def print_sizes(found: Sequence[Sizes], wanted: Wanted, console: Console) -> Non
         rows = [
             (
                 f"{row.replicas}", f"{row.kept:.1%}", *(f"{row.by_band.get(band, 0.0):.1%}" for band in shown),
-                *_latencies(row), f"{row.refused:.1%}", MISSING if row.hours is None else f"{row.hours:.3f}",
+                MISSING if row.ttft_p99_s is None else seconds(row.ttft_p99_s),
+                MISSING if row.tpot_p99_s is None else milliseconds(row.tpot_p99_s),
+                f"{row.refused:.1%}", MISSING if row.hours is None else f"{row.hours:.3f}",
             )
             for row in sizes.rows
         ]  # fmt: skip
         bold = [row.kept >= wanted.share for row in sizes.rows]
         _print(console, sizes.name, titles, zip(rows, bold, strict=True), sizes.advice(wanted))
     console.print(Text(SIZES_NOTE, style="dim"))
-
-
-def print_splits(found: Sequence[Splits], wanted: Wanted, console: Console) -> None:
-    """Prints a table for each policy and load, with the advice below it."""
-    for splits in found:
-        titles = ("prompts", "answers", "kept", "split", "TTFT\np99", "TPOT\np99", "wants")
-        rows = [
-            (
-                f"{row.prefill}" if row.prefill else "both", f"{row.decode}", f"{row.kept:.1%}", f"{row.split:.0%}",
-                *_latencies(row), MISSING if row.wants is None else f"{row.wants:.1f}",
-            )
-            for row in splits.rows
-        ]  # fmt: skip
-        bold = [row in splits.best for row in splits.rows]
-        _print(console, splits.name, titles, zip(rows, bold, strict=True), splits.advice(wanted))
-    console.print(Text(SPLITS_NOTE, style="dim"))
-
-
-def _latencies(row: Size | Split) -> tuple[str, str]:
-    return (
-        MISSING if row.ttft_p99_s is None else seconds(row.ttft_p99_s),
-        MISSING if row.tpot_p99_s is None else milliseconds(row.tpot_p99_s),
-    )
 
 
 def _print(

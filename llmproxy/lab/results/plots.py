@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from llmproxy.lab.results.drawing import INK, SERIES, add_legend, new_figure, short
-from llmproxy.lab.results.fleet_tables import Sizes, Splits
+from llmproxy.lab.results.fleet_tables import Sizes
 from llmproxy.lab.results.objectives import Wanted
 from llmproxy.lab.results.result import REFERENCES, LoadPoint, SimulationResult, Trail, load_points, policies_of
 
@@ -156,35 +156,3 @@ def sizes_plot(found: Sequence[Sizes], wanted: Wanted) -> Plot:
         f"what 1,000 requests that kept it cost. {advice}"
     )
     return Plot("How many replicas", text, figure)
-
-
-def splits_plot(found: Sequence[Splits], wanted: Wanted) -> Plot:
-    """Draws attainment and both latencies against the number of prefill replicas."""
-    figure = new_figure(3.6)
-    kept, ttft, tpot = figure.subplots(1, 3)
-    for look, splits in enumerate(found):
-        style = {"color": SERIES[look % len(SERIES)], "markersize": 3.5}
-        count = [row.prefill for row in splits.rows]
-        kept.plot(
-            count, [row.kept for row in splits.rows], "o-", label=short(splits.name), gid=f"series-{look}", **style
-        )
-        first = [(row.prefill, row.ttft_p99_s) for row in splits.rows if row.ttft_p99_s is not None]
-        ttft.plot([x for x, _ in first], [y for _, y in first], "o-", **style)
-        each = [(row.prefill, 1_000.0 * row.tpot_p99_s) for row in splits.rows if row.tpot_p99_s is not None]
-        tpot.plot([x for x, _ in each], [y for _, y in each], "o-", **style)
-    kept.axhline(wanted.share, **BOUND_STYLE)
-    kept.set(ylim=(0, 1.04), xlabel="replicas for prompts", ylabel="kept objectives")
-    kept.yaxis.set_major_formatter(PercentFormatter(1.0))
-    ttft.set(xlabel="replicas for prompts", ylabel="TTFT p99 in s")
-    tpot.set(xlabel="replicas for prompts", ylabel="TPOT p99 in ms")
-    for axes in (kept, ttft, tpot):
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    for axes in (ttft, tpot):
-        axes.set_ylim(bottom=0)
-    add_legend(figure, kept)
-    advice = " ".join(f"{splits.name}: {splits.advice(wanted)}" for splits in found)
-    text = (
-        f"Left: share of all offered requests that kept {wanted}; the dashed line is the wanted share. Then "
-        f"the time to the first token and the time per later token. At 0 all replicas do both. {advice}"
-    )
-    return Plot("How many replicas for prompts", text, figure)
