@@ -24,7 +24,6 @@ class ScaledFleet:
     def __init__(self, autoscale: Autoscale, servers: Mapping[str, SimulatedServer]) -> None:
         self.autoscale = autoscale
         self.signal = SIGNALS[autoscale.policy]
-        self._value = self.signal.reader()
         self._servers = dict(servers)
         self._hpa = Hpa(self.signal.rules, autoscale.min, len(servers))
         self._starting: dict[str, asyncio.TimerHandle] = {}
@@ -55,7 +54,7 @@ class ScaledFleet:
     def look(self, look: Look, loop: asyncio.AbstractEventLoop) -> None:
         """Starts or removes replicas as the autoscaler's signal says."""
         self._count(look.now)
-        wanted = self._hpa.follow(self._value(look), self.signal.target, look.now)
+        wanted = self._hpa.follow(self.signal.value(look), self.signal.target, look.now)
         have = len(self._serving) + len(self._starting)
         for _ in range(wanted - have):
             self._add(loop)

@@ -158,12 +158,6 @@ class LabProxy:
             if job.first_s is not None:
                 yield request_id, replica.answered_tokens(job)
 
-    def uncached_tokens(self) -> int:
-        """Returns the prompt tokens of requests without a first token, minus their cached tokens."""
-        waiting = sum(request.prompt_tokens for request, _ in self.pools.audit.waiting.values())
-        jobs = (job for _, job, _ in self._streams.values() if job.first_s is None)
-        return waiting + sum(job.request.prompt_tokens - (job.hit_tokens or 0) for job in jobs)
-
     def band(self, arrival: Arrival) -> int:
         return self._identities.band(arrival)
 

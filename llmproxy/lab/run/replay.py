@@ -91,8 +91,8 @@ class Run:
         self._ended = 0
         self._output_tokens: Counter[int] = Counter()
         self.scaled: ScaledFleet | None = None
-        self._answers: deque[tuple[float, float, int, int]] = deque()
-        """(End, time to first token divided by its objective, prompt tokens, output tokens) of the last answers."""
+        self._answers: deque[tuple[float, float]] = deque()
+        """(End, time to first token divided by its objective) of the last answers."""
 
     async def go(self) -> RunRecorder:
         setup, loop = self._setup, asyncio.get_running_loop()
@@ -188,14 +188,11 @@ class Run:
         while answers and answers[0][0] < now - SETTLE_S - LATE_S:
             answers.popleft()
         late = sorted(one[1] for one in answers)
-        seen = max(1, len(answers))
         look = Look(
             now, self.scaled.up, self.scaled.asked, needs[0] if len(needs) == 1 else None,
             list(pools.views(now).values()),
             sum(requests for proxy in self.proxies for requests, _ in proxy.pools.queued().values()),
             late[int(0.9 * len(late))] if late else None,
-            sum(one[2] for one in answers) / seen, sum(one[3] for one in answers) / seen,
-            sum(proxy.uncached_tokens() for proxy in self.proxies),
         )  # fmt: skip
         self.scaled.look(look, loop)
         self.looked(look, self.scaled.asked)
@@ -288,8 +285,7 @@ class Run:
     def _judge(self, record: Record) -> None:
         if record.outcome is Outcome.COMPLETED and record.ttft_s is not None:
             ttft_slo_s, tpot_slo_s = self._objectives.for_arrival(record.arrival)
-            tokens = record.arrival.prompt_tokens, record.output_tokens
-            self._answers.append((record.ended_s, record.ttft_s / ttft_slo_s, *tokens))
+            self._answers.append((record.ended_s, record.ttft_s / ttft_slo_s))
             record.met = record.ttft_s <= ttft_slo_s and (record.tpot_s or 0.0) <= tpot_slo_s
 
     def _done(self, task: asyncio.Task[None]) -> None:
