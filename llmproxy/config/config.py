@@ -69,6 +69,8 @@ DRAIN_QUEUED = ("refuse", "finish")
 
 
 class Config(Section):
+    no_empty = frozenset({"api_keys", "tenants"})
+
     host: Annotated[str, Field(min_length=1)] = "0.0.0.0"
     """Address to listen on: 0.0.0.0 for IPv4, :: for IPv6 and IPv4."""
     port: Annotated[Integer, Field(ge=0, le=65535)] = 8080

@@ -131,10 +131,10 @@ def _reasons(error: ValidationError, top: type[Section]) -> Iterator[tuple[Place
 
 
 def _reason_of(detail: ErrorDetails) -> str:
-    if detail["type"] in MESSAGES:
-        return MESSAGES[detail["type"]]
     if detail["input"] is None:
         return "has no value, and may not be null: give it one, or leave it out"
+    if detail["type"] in MESSAGES:
+        return MESSAGES[detail["type"]]
     if detail["type"] == "value_error":
         return str(detail["ctx"]["error"])
     reason = re.sub(r"^\w+ should", "should", detail["msg"]).partition(", unable to")[0]

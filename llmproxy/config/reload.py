@@ -123,6 +123,8 @@ class Reloader:
                     _log.error("reload_failed", cause=cause, problem=problem)
                 self._on_end(False)
                 raise
+            if self._config.needs_key() and not config.needs_key():
+                _log.warning("no_key_needed", hint="the new configuration has neither api_keys nor tenants")
             self._config = config
             self._on_end(True)
             needs_restart = tuple(change for change in found if read_at_start(change.key))

@@ -9,6 +9,7 @@ from threading import get_ident
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from llmproxy.config import (
     Config,
@@ -149,6 +150,17 @@ async def test_a_reload_compares_on_another_thread(tmp_path: Path, monkeypatch: 
     assert applied == [config(port=1, queue={"max_wait_s": 2.0})]
     assert threads
     assert get_ident() not in threads
+
+
+@pytest.mark.parametrize("left", [{}, {"tenants": [{"name": "t", "keys": [hash_of("k")]}]}], ids=["none", "tenants"])
+async def test_a_reload_warns_when_no_key_is_needed_any_more(tmp_path: Path, left: dict[str, Any]) -> None:
+    read = Reread(WatchedFile(tmp_path / "c.yaml"), lambda: config(**left))
+    reloader = Reloader(config(api_keys=["k"]), read, lambda _: None, lambda _: None)
+    with capture_logs() as lines:
+        await reloader.reload("test")
+        await reloader.reload("test")
+    warned = [line["event"] for line in lines if line["log_level"] == "warning"]
+    assert warned == ([] if left else ["no_key_needed"])
 
 
 def test_tenants_add_no_work_to_the_origins_of_values_that_need_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args, get_origin
+from typing import Any, ClassVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic.fields import FieldInfo
@@ -15,6 +15,9 @@ class Section(BaseModel):
         extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True, serialize_by_alias=True
     )
 
+    no_empty: ClassVar[frozenset[str]] = frozenset()
+    """Lists that may not be null, because without entries everybody is served: their lines may be lost by mistake."""
+
     @model_validator(mode="before")
     @classmethod
     def _empty_is_default(cls, data: Any) -> Any:
@@ -22,6 +25,7 @@ class Section(BaseModel):
         if not isinstance(data, dict):
             return data
         below = {name for name, field in cls.model_fields.items() if _holds_lines(field) and not may_be_null(field)}
+        below -= cls.no_empty
         return {key: value for key, value in data.items() if value is not None or key not in below}
 
 
