@@ -31,6 +31,7 @@ SAY_EVERY_S = 60.0
 CHECK_S, IDLE_S = 0.1, 1.0
 """After the first signal, connections are checked every `CHECK_S` seconds. A connection without an open request is
 closed after `IDLE_S` seconds without a byte, because a request may be on its way."""
+END_S = 30.0  # The time after the first signal from which all connections are cut.
 OF_THE_SYSTEM = BackendTlsConfig()
 """The default: the certificate of the router is verified with the CAs of the operating system."""
 UNREACHABLE = "clients that got 502, because the router was unreachable"
@@ -86,8 +87,9 @@ def router_at(url: str, tls: BackendTlsConfig) -> Router:
 async def run(options: ShadowOptions, say: Callable[[str], None], stop: asyncio.Event | None = None) -> None:
     """Passes connections on and records requests until the command ends.
 
-    The first signal, or `stop`, takes no more connections and waits until all open requests have ended. A second signal
-    cuts them. Raises ShadowError if the shadow cannot start, and ConfigError for a configuration that cannot be used.
+    The first signal, or `stop`, takes no more connections, closes each connection after its open request, and waits for
+    `END_S` at most. A second signal cuts the open requests. Raises ShadowError if the shadow cannot start, and
+    ConfigError for a configuration that cannot be used.
     """
 
     def tell(text: str) -> None:
@@ -99,6 +101,7 @@ async def run(options: ShadowOptions, say: Callable[[str], None], stop: asyncio.
     raise_limit()
     # As for `doctor`: an external backend is no engine, and must not get the key of the replicas.
     backends = [one for one in options.config.backends if not one.looked_up and not one.is_external]
+    tell(f"Looks at the replicas first. Then {options.host}:{options.port} is passed on to {options.to}.")
     replicas = await look_at(backends, options.config.backend_api_key)
     tell(report(replicas))
     try:
@@ -166,8 +169,11 @@ async def run(options: ShadowOptions, say: Callable[[str], None], stop: asyncio.
         await stack.enter_async_context(background_task(speak, "summary"))
         await stopping.wait()
         server.close()
-        tell("Ends when the open requests have ended. Ctrl-C again cuts them.")
-        while pipes and not at_once.is_set():
+        tell(f"Ends when the open requests have ended, after {END_S:g} s at the latest. Ctrl-C again cuts them.")
+        for pipe in pipes:
+            pipe.end()
+        ends_s = loop.time() + END_S
+        while pipes and not at_once.is_set() and loop.time() < ends_s:
             for pipe in [pipe for pipe in pipes if not pipe.busy and pipe.quiet_s > IDLE_S]:
                 pipe.close()
             await asyncio.sleep(CHECK_S)

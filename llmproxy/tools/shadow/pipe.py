@@ -88,7 +88,7 @@ class Pipe:
         self.client.peer, self.server.peer = self.server, self.client
         self._connecting: asyncio.Task[None] | None = None
         self._refused = b""
-        self._watched_end = self._over = False
+        self._watched_end = self._over = self._ends = False
         self._last_byte_s = 0.0
 
     @property
@@ -170,6 +170,8 @@ class Pipe:
                 (self._watcher.asked if end is self.client else self._watcher.answered)(data)
             except Exception as error:  # noqa: BLE001 - the bytes are on their way, whatever the watcher does
                 self._stop_watching(error)
+        if self._ends and end is self.server and not self.busy:
+            self.close()
 
     def ended(self, end: _End) -> None:
         """Tells the other side that `end` sends no more. With TLS this closes both connections."""
@@ -193,6 +195,10 @@ class Pipe:
         if not self._over and (self.client.gone and (self.server.gone or self.server.transport is None)):
             self._over = True
             self._on_end(self)
+
+    def end(self) -> None:
+        """Closes both connections at the end of the next answer, as soon as no further request is open."""
+        self._ends = True
 
     def close(self) -> None:
         for end in (self.client, self.server):

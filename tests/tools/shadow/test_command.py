@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from llmproxy.cli import commands as cli
 from llmproxy.config import BackendTlsConfig, Config
-from llmproxy.tools.shadow import ShadowError, ShadowOptions, run
+from llmproxy.tools.shadow import ShadowError, ShadowOptions, command, run
 from tests.tools.doctor.servers import METRICS, engine
 
 WAIT_S = 10.0
@@ -69,13 +69,8 @@ async def test_from_start_to_end(tmp_path: Path, tls: bool) -> None:
     router = TestServer(app)
     await router.start_server(ssl=of_router if tls else None)
     async with router, engine(metrics=METRICS + counters) as replica, asyncio.timeout(WAIT_S):
-        chosen = options(str(router.make_url("/")), str(replica.make_url("/")), tmp_path / "out")
-        if tls:
-            chosen = replace(chosen, tls=BackendTlsConfig(ca=tmp_path / "ca.pem"))
-        shadow = asyncio.create_task(run(chosen, said.append, stop))
-        while not any("Passes" in text for text in said):  # noqa: ASYNC110 - the text is the only sign
-            await asyncio.sleep(0.01)
-        port = said[-1].split()[1].rpartition(":")[2]
+        secure = BackendTlsConfig(ca=tmp_path / "ca.pem") if tls else command.OF_THE_SYSTEM
+        shadow, port = await served(router, replica, tmp_path / "out", said, stop, secure)
         async with aiohttp.ClientSession() as session:
             url = f"http://127.0.0.1:{port}/v1/completions"
             asked = asyncio.create_task(session.post(url, json={"prompt": "hello", "model": "m"}))
@@ -91,6 +86,63 @@ async def test_from_start_to_end(tmp_path: Path, tls: bool) -> None:
     (fact,) = json.loads((tmp_path / "out" / "replicas.json").read_text())
     assert (fact["kv_tokens"], fact["requests"]) == (16384, 0.0)
     assert any("1  requests" in text for text in said)
+
+
+async def served(
+    router: TestServer,
+    replica: TestServer,
+    out: Path,
+    said: list[str],
+    stop: asyncio.Event,
+    tls: BackendTlsConfig = command.OF_THE_SYSTEM,
+) -> tuple[asyncio.Task[None], int]:
+    """Starts a shadow, and returns its task and its port."""
+    chosen = replace(options(str(router.make_url("/")), str(replica.make_url("/")), out), tls=tls)
+    shadow = asyncio.create_task(run(chosen, said.append, stop))
+    while not any("Passes" in text for text in said):  # noqa: ASYNC110 - the text is the only sign
+        await asyncio.sleep(0.01)
+    return shadow, int(said[-1].split()[1].rpartition(":")[2])
+
+
+async def test_the_address_and_the_router_are_said_before_the_replicas_are_looked_at(tmp_path: Path) -> None:
+    said: list[str] = []
+    shadow = asyncio.create_task(run(options("http://router:8000", "http://127.0.0.1:9", tmp_path), said.append))
+    await asyncio.sleep(0)
+    assert said == ["Looks at the replicas first. Then 127.0.0.1:0 is passed on to http://router:8000."]
+    shadow.cancel()
+
+
+@pytest.mark.parametrize("limit_s", [command.END_S, 0.1])
+async def test_clients_that_go_on_do_not_hold_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit_s: float
+) -> None:
+    """Clients send their next request at once, or wait for an answer that is later than the limit."""
+    monkeypatch.setattr(command, "END_S", limit_s)
+    late, stop, said = limit_s < 1.0, asyncio.Event(), list[str]()
+
+    async def answer(_: web.Request) -> web.Response:
+        if late:
+            await asyncio.Event().wait()
+        return web.json_response({})
+
+    async def client(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        while True:
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}")
+            if late:
+                stop.set()
+            if not await reader.read(1 << 16):
+                break
+            stop.set()
+        writer.close()
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    async with TestServer(app) as router, engine() as replica, asyncio.timeout(WAIT_S):
+        shadow, port = await served(router, replica, tmp_path / "out", said, stop)
+        await client(port)
+        await shadow
+    assert any(f"after {limit_s:g} s at the latest" in text for text in said)
 
 
 @pytest.mark.parametrize("url", ["router:8000", "http://router:8000/v1", "ftp://router", "http://", "http://a:99999"])

@@ -299,3 +299,26 @@ async def test_closing_an_idle_connection_ends_both_sides(tls: Certified | None)
         assert await reader.read(-1) == b""
         writer.close()
         await rig.ended.wait()
+
+
+class OfEcho(Watching):
+    """Knows that an answer is as long as its request."""
+
+    @property
+    def busy(self) -> bool:  # type: ignore[override]
+        return len(self.requests) > len(self.answers)
+
+
+@tls_too
+async def test_a_busy_connection_ends_after_the_answer_to_its_open_request(tls: Certified | None) -> None:
+    async with shadowed(_echo, lambda _: OfEcho(), tls) as rig:
+        reader, writer = await asyncio.open_connection("127.0.0.1", rig.port)
+        writer.write(b"hello")
+        assert await reader.readexactly(5) == b"hello"
+        (pipe,) = rig.pipes
+        pipe.end()
+        writer.write(b"he")
+        assert await reader.readexactly(2) == b"he"
+        assert await reader.read(-1) == b""
+        writer.close()
+        await rig.ended.wait()
