@@ -18,7 +18,6 @@ from statistics import median
 
 from benchmarks.cluster.load import Load, bad, now
 from benchmarks.cluster.rig import Member, Rig, rig
-from benchmarks.cluster.speed import speed
 from benchmarks.table import Table
 
 CLIENTS = 10  # The number of clients of each member: three members have 30, for 16 slots.
@@ -228,7 +227,7 @@ async def two_builds(other: Path) -> None:
 
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ["kill-leader", "upgrade", *BROKEN, "speed"]
+    names = ["kill-leader", "upgrade", *BROKEN]
     parser.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help=", ".join(names))
     parser.add_argument("--times", type=int, default=20, help="kills of the leader")
     parser.add_argument("--ready", action="store_true", help="in failures, clients use members that are ready")
@@ -240,7 +239,6 @@ async def main() -> None:
     runs: dict[str, Callable[[], Awaitable[None]]] = {
         "kill-leader": lambda: kill_leader(given.times),
         "upgrade": upgrade if given.other is None else lambda: two_builds(given.other),
-        "speed": speed,
     }
     for name in chosen:
         if name in runs:

@@ -115,11 +115,6 @@ class Member:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    @property
-    def pid(self) -> int:
-        assert self.process is not None
-        return self.process.child.pid
-
     async def start(self) -> None:
         self.starts += 1
         log = self.folder / f"{self.name}-{self.starts}.log"
@@ -215,44 +210,35 @@ class Rig:
 async def rig(
     members: int,
     *flags: str,
-    clustered: bool = True,
-    replicas: Sequence[str] = (),
-    places: int = PLACES,
-    forwarded: bool = True,
     tree: Path | None = None,
 ) -> AsyncIterator[Rig]:
-    """Runs members over two simulated replicas, or over `replicas`, during the block.
+    """Runs members over two simulated replicas during the block.
 
     Args:
         members: The number of members.
         flags: Further flags of each member.
-        clustered: Whether the members form a cluster. Otherwise they know nothing of each other.
-        replicas: The URLs of replicas that run already.
-        places: `max_in_flight` of each replica.
-        forwarded: Whether connections between members can be cut.
         tree: The checkout with the code of the members; None for this checkout.
     """
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="llmproxy-cluster-")))
         session = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
-        made = Rig([], [*replicas], session, free_port(), folder)
+        made = Rig([], [], session, free_port(), folder)
         processes: list[Process] = []
         try:
             await made.start_store()
-            for number in range(0 if replicas else REPLICAS):
+            for number in range(REPLICAS):
                 made.replica_urls.append(free_url())
                 log = folder / f"replica-{number}.log"
                 processes.append(await start_replica(made.replica_urls[-1], REPLICA_FLAGS, log))
             config = folder / "proxy.yaml"
-            listed = "".join(f"  - {{url: {url!r}, max_in_flight: {places}}}\n" for url in made.replica_urls)
+            listed = "".join(f"  - {{url: {url!r}, max_in_flight: {PLACES}}}\n" for url in made.replica_urls)
             config.write_text(f"backends:\n{listed}")
             for number in range(members):
-                member = await _member(made, f"m{number}", [*flags, "--config", str(config)], clustered, forwarded)
+                member = await _member(made, f"m{number}", [*flags, "--config", str(config)])
                 member.tree = tree
                 made.members.append(member)
             await asyncio.gather(*(one.start() for one in made.members))
-            if clustered:
-                await made.leader()
+            await made.leader()
             yield made
         finally:
             for member in made.members:
@@ -263,15 +249,13 @@ async def rig(
                 await process.stop(signal.SIGKILL)
 
 
-async def _member(made: Rig, name: str, flags: Sequence[str], clustered: bool, forwarded: bool) -> Member:
+async def _member(made: Rig, name: str, flags: Sequence[str]) -> Member:
     port, cluster_port = free_port(), free_port()
     forwarder = Forwarder(cluster_port)
     await forwarder.open()
-    given = [*PROXY_FLAGS, "--port", str(port), *flags]
-    if clustered:
-        advertised = forwarder.port if forwarded else cluster_port
-        given += [
-            "--cluster-listen", f"127.0.0.1:{cluster_port}", "--cluster-advertise", f"127.0.0.1:{advertised}",
-            "--cluster-lock", f"valkey://127.0.0.1:{made.store_port}", "--cluster-member", name,
-        ]  # fmt: skip
+    given = [
+        *PROXY_FLAGS, "--port", str(port), *flags,
+        "--cluster-listen", f"127.0.0.1:{cluster_port}", "--cluster-advertise", f"127.0.0.1:{forwarder.port}",
+        "--cluster-lock", f"valkey://127.0.0.1:{made.store_port}", "--cluster-member", name,
+    ]  # fmt: skip
     return Member(name, port, forwarder, given, made.folder)

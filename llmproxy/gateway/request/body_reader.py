@@ -52,7 +52,7 @@ from llmproxy.gateway.request.prefix_hash import SALT, Chain, prompt_chain
 from llmproxy.gateway.request.prefix_hash_large import large_prompt_chain
 
 # A body with more JSON values is scanned in slices. The parser makes an object for each value: parsing this many values
-# blocks the event loop for 2 ms (`benchmarks/parts/body_reader.py`), and 128 KiB of brackets for 15 ms.
+# blocks the event loop for 2 ms, and 128 KiB of brackets for 15 ms.
 PARSE_VALUES_MAX = 16 * 1024
 # A body with more bytes of member names (`_name_bytes`) is scanned in slices. Each name costs some 20 µs of Python, and
 # some bodies are scanned four times. 1 KiB is about 150 names.
