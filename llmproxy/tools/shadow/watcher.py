@@ -88,7 +88,8 @@ class Held:
 class HttpWatcher:
     """Reads one connection with llhttp.
 
-    An upgrade or CONNECT raises an exception, so that the rest of the connection is passed on unread.
+    An upgrade or CONNECT raises an exception, so that the rest of the connection is passed on unread. An offer of h2c
+    that the router ignores is none.
     """
 
     def __init__(
@@ -112,7 +113,15 @@ class HttpWatcher:
         return bool(self._open)
 
     def asked(self, data: bytes) -> None:
-        self._request_parser.feed_data(data)
+        try:
+            self._request_parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            # Java's HttpClient offers HTTP/2 on its first request. The parser then skips the body, so it gets it again
+            # behind a head without the offer. An answer 101 is an upgrade too, and ends the reading.
+            if not self._requests.offers_h2c():
+                raise
+            self._request_parser.feed_data(self._requests.framing())
+            self.asked(data[upgrade.args[0] :])
 
     def answered(self, data: bytes) -> None:
         self._answer_parser.feed_data(data)
@@ -182,20 +191,34 @@ class _Requests:
         self._watcher = watcher
         self._exchange: Exchange | None = None
         self._url = b""
+        # Whether the parser reads the head of `framing`.
+        self._again = False
+
+    def offers_h2c(self) -> bool:
+        return self._exchange is not None and self._exchange.headers.get("upgrade", "").strip().lower() == "h2c"
+
+    def framing(self) -> bytes:
+        """Returns a head with only the fields of the last request that frame its body. Its callbacks do nothing."""
+        self._again = True
+        headers = self._exchange.headers if self._exchange is not None else {}
+        fields = (f"{name}: {headers[name]}\r\n" for name in ("Content-Length", "Transfer-Encoding") if name in headers)
+        return f"POST / HTTP/1.1\r\n{''.join(fields)}\r\n".encode("latin-1")
 
     def on_message_begin(self) -> None:
-        self._exchange, self._url = self._watcher.begin(), b""
+        if not self._again:
+            self._exchange, self._url = self._watcher.begin(), b""
 
     def on_url(self, url: bytes) -> None:
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._exchange is not None:
+        if self._exchange is not None and not self._again:
             self._exchange.headers.add(name.decode("latin-1"), value.decode("utf-8", "surrogateescape"))
 
     def on_headers_complete(self) -> None:
-        if self._exchange is not None:
+        if self._exchange is not None and not self._again:
             self._watcher.route(self._exchange, self._url)
+        self._again = False
 
     def on_body(self, body: bytes) -> None:
         if self._exchange is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from httptools import HttpParserCallbackError
+from httptools import HttpParserCallbackError, HttpParserUpgrade
 
 from llmproxy.config import Config, hash_of
 from llmproxy.lab.traces import open_trace
@@ -288,6 +288,36 @@ async def test_answers_to_head_have_no_body(tmp_path: Path, fields: str) -> None
     watcher.answered(answer(usage=USAGE))
     assert len(await day.lines()) == 1
     assert day.tally.counts["other paths"] == 2
+
+
+@pytest.mark.parametrize("step", [1, 7, 1 << 20])
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_an_offer_of_h2c_that_the_router_ignores(tmp_path: Path, step: int, chunked: bool) -> None:
+    """As Java's HttpClient sends it."""
+    day = Day(tmp_path)
+    watcher = day.connection()
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABk\r\nUpgrade: h2c\r\n"
+    head, _, body = question("hello").partition(b"\r\n\r\n")
+    if chunked:
+        head = head.partition(b"Content-Length")[0] + b"Transfer-Encoding: chunked"
+        body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    sent = head.replace(b"Host: x\r\n", b"Host: x\r\n" + offer) + b"\r\n\r\n" + body
+    for at in range(0, len(sent), step):
+        watcher.asked(sent[at : at + step])
+    watcher.answered(answer(usage=USAGE))
+    watcher.asked(question("again"))
+    watcher.answered(answer(usage=USAGE))
+    assert not watcher.busy
+    assert [(line["model"], line["outcome"]) for line in await day.lines()] == [("m", "completed")] * 2
+
+
+async def test_an_accepted_offer_of_h2c_ends_the_watching(tmp_path: Path) -> None:
+    day = Day(tmp_path)
+    watcher = day.connection()
+    watcher.asked(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n\r\n")
+    with pytest.raises(HttpParserUpgrade):
+        watcher.answered(b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n")
+    await day.lines()
 
 
 async def test_a_body_after_an_answer_to_head_ends_the_watching(tmp_path: Path) -> None:
