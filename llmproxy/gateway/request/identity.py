@@ -83,12 +83,6 @@ class Identity:
         self._flow_headers = FAIRNESS_HEADERS + own
         named = [place.partition(":") for place in config.scheduling.session]
         self._session_names = [(place, name) for place, _, name in named]
-        # Cookie name -> a pattern for its value, because a parser of all cookies takes 0.3 s for a header of 120 KB.
-        self._cookies = {
-            name: re.compile(rf"(?:^|;)[ \t]*+{re.escape(name)}=([^;]*)")
-            for place, _, name in named
-            if place == "cookie"
-        }
         self._privileged = PRIVILEGED.union(own)
         self._backend_key = config.backend_api_key
         self._external_keys = external_keys(config)
@@ -173,8 +167,9 @@ class Identity:
             elif place == "body":
                 named = in_body.get(name)
             else:
-                found = self._cookies[name].search(http.headers.get("cookie", ""))
-                named = None if found is None else found[1].strip(' \t"')
+                # A parser of all cookies takes 0.3 s for a field of 120 KB.
+                cookies = ";" + http.headers.get("cookie", "").replace("; ", ";")
+                named = cookies.partition(f";{name}=")[2].partition(";")[0].strip(' "')
             if named:
                 return xxh64_hexdigest(f"{tenant.name}\0{named}".encode("utf-8", "surrogatepass"))
         return None

@@ -399,7 +399,7 @@ def test_a_session_is_named_by_a_header_a_cookie_or_the_body() -> None:
     for cookies in (
         "a=b; sid=alice; SID=bob",
         "sid=alice;sid=bob",
-        'x="sid=bob";\t sid="alice" ',
+        'x="sid=bob"; sid="alice" ',
         "asid=bob; sid=alice;",
     ):
         assert named("cookie:sid", cookie=cookies) == alice
