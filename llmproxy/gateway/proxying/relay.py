@@ -117,7 +117,7 @@ class Relay:
                 attempt.fail(outcome, cause, "The connection to the backend failed.")
         except TimeoutError:
             waits_for_client = attempt.committed and client.paused and not call.was_cut
-            if waits_for_client or attempt.state is AttemptState.DELIVERING:
+            if (waits_for_client and call.cause is not Cause.OVERRAN) or attempt.state is AttemptState.DELIVERING:
                 await client.abort()
                 raise ConnectionAbortedError("it stopped reading") from None
             if not await self._was_complete(attempt, client):
@@ -375,6 +375,7 @@ class Relay:
                 _estimate(attempt, lease, usage)
             return
         if reported is not None:
+            attempt.detail += "; " if attempt.detail else ""
             attempt.detail += (
                 f"the backend's usage is impossible: {reported.prompt_tokens} prompt, {reported.output_tokens} output"
                 f" tokens, but {most.prompt_tokens} and {most.output_tokens} are the maximum"

@@ -285,7 +285,7 @@ class StoredResponses:
             message = "The backend that made this response failed."
             if client.response is None:
                 raise Failure(Outcome.CONNECT_FAILED, message, detail=gone or str(error)) from error
-            if exchange is not None and is_event_stream(exchange) and not is_encoded(exchange):
+            if exchange is not None and not client.ended and is_event_stream(exchange) and not is_encoded(exchange):
                 # The stream may have broken inside an event. A blank line ends the event, and is harmless elsewhere.
                 await end_with_error(b"\n\n" + error_event(Dialect.RESPONSES, f"The stream broke: {message}"), client)
             else:

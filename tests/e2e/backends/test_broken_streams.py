@@ -211,6 +211,13 @@ async def test_a_backend_that_goes_while_its_client_does_not_read() -> None:
         assert proxy.app.handler.open_requests == 0
 
 
+async def test_the_longest_time_of_an_answer_is_no_fault_of_a_slow_client() -> None:
+    flood = Flood()
+    async with serving_script(flood, timeouts={"total_s": 0.5}) as (proxy, _), proxy.wire(raw_post(ENDLESS)):
+        await until(lambda: proxy.outcomes())
+        assert proxy.outcomes() == {"broken_stream": 1}
+
+
 async def test_a_goodbye_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     async def for_ever(_: ResponseWriter, **_how: bool) -> None:
         await asyncio.Event().wait()

@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 
 from llmproxy.gateway.listener import LocalFrontend
+from llmproxy.gateway.proxying.response_writer import ResponseWriter
 from tests.e2e.proxies import FAST, ProxyUnderTest, serving, until
 from tests.e2e.scripted import STREAM_END, STREAM_HEAD, Scripted, answering, breaking, chunk, serving_script, whole
 from tests.upstream.raw_server import Peer
@@ -204,6 +205,22 @@ async def test_an_unread_stored_stream_keeps_no_backend() -> None:
         async with proxy.wire(b"GET /v1/responses/resp_1 HTTP/1.1\r\nhost: x\r\n\r\n"):
             await until(lambda: proxy.outcomes()["cancelled"] == 1)
             assert proxy.app.dispatcher.in_flight("b0") == 0
+
+
+async def test_nothing_follows_the_end_of_a_stored_stream_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    end = ResponseWriter.end
+
+    async def for_ever(client: ResponseWriter) -> None:
+        await end(client)
+        await asyncio.Event().wait()
+
+    async with serving_script(answering(whole(STORED)), timeouts={"total_s": 0.3}) as (proxy, backend):
+        backend.polls[b"/v1/responses/resp_1"] = answering(STREAM_HEAD + chunk(EVENT) + STREAM_END)
+        await proxy.post("/v1/responses", RESPONSES)
+        monkeypatch.setattr(ResponseWriter, "end", for_ever)
+        async with proxy.wire(b"GET /v1/responses/resp_1 HTTP/1.1\r\nhost: x\r\n\r\n") as (reader, _):
+            assert (await reader.read(-1)).endswith(chunk(EVENT) + STREAM_END)
+        assert proxy.outcomes() == {"completed": 1, "broken_stream": 1}
 
 
 async def test_a_stored_response_ends_its_connection_with_its_proxy() -> None:

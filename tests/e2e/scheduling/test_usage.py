@@ -14,8 +14,8 @@ from llmproxy.core.queueing.fairness.fair_share import FairShare
 from llmproxy.gateway.http.routes import SCHEDULED, Route, Work
 from llmproxy.gateway.proxying.stream_relay import BUFFERED_BYTES_MAX
 from llmproxy.observe.exit import RequestExit
-from tests.e2e.proxies import ENDLESS, FAST, ProxyUnderTest, serving, until
-from tests.e2e.scripted import STREAM_END, STREAM_HEAD, Script, chunk, serving_script, whole
+from tests.e2e.proxies import ENDLESS, FAST, ProxyUnderTest, all_of, serving, until
+from tests.e2e.scripted import STREAM_END, STREAM_HEAD, Script, breaking, chunk, serving_script, whole
 from tests.upstream.raw_server import Peer
 
 HUGE = "1" + "0" * 400
@@ -89,6 +89,13 @@ async def test_usage_that_is_not_believed_is_logged(monkeypatch: pytest.MonkeyPa
         assert request_exit.last.prompt_tokens is None
         assert request_exit.error is not None
         assert "the backend's usage is impossible: 1000000000000000 prompt" in request_exit.error
+    event = f'data: {{"choices":[{{"delta":{{"content":"x"}}}}],"usage":{LIES["10^15"]}}}\n\n'
+    broken = breaking(STREAM_HEAD, chunk(event.encode()))
+    async with serving_script(broken, retry={"continue": "off"}, **LIMITED) as (proxy, _):
+        async with proxy.stream(BODY | {"stream": True}) as stream:
+            await all_of(stream)
+        await proxy.settled()
+        assert "; the backend's usage is impossible" in ended[-1].last.detail
 
 
 ECHOES: Mapping[str, str] = {
