@@ -229,7 +229,7 @@ class Scheduler:
         `served_here`: whether this pool serves its model now. If not, an earlier attempt may have been granted here.
         """
         if request.id in self._reservations.by_request:
-            self._reservations.release(request.id)
+            self._abandon_prompt(request.id, self._reservations.release(request.id))
         if request.id in self._blame.failed or request.id in self._blame.too_long:
             self._blame.ended(request.id)
         if request.id in self.charges.between:
@@ -350,11 +350,17 @@ class Scheduler:
                 why = GrantReason(self._room.sizes(), 1, (), 0)
                 decisions.append(Grant(lease, answer, placed, now, 0, why, request.deadline_s - now))
                 continue
+            self._abandon_prompt(request.id, prefilled_on)
             self._limits.end_between_stages(request.id)
             try:
                 self._shed += self._admission.enter(request, excluded, AdmissionKind.PREEMPTED, now)
             except Refused as refused:
                 decisions.append(Drop(request, refused.outcome, refused.retry_after_s or 0.0))
+
+    def _abandon_prompt(self, request_id: str, prefilled_on: str | None) -> None:
+        """Notes that nobody will fetch the computed prompt of a request from its prefill backend."""
+        if (first := self._backends.by_name.get(prefilled_on or "")) is not None:
+            first.unpin_kv(request_id)
 
     def first_blocked(self) -> Key:
         """Returns (-band, arrival) of the first blocked request whose limit has room; infinite without one."""

@@ -184,6 +184,8 @@ class Dispatcher:
     def ended(self, request: Request, met: bool | None) -> None:
         """Records the end of a request. `met`: whether it met its objective; None if that is unknown."""
         self.pools.ended(request, met, loop_time())
+        if self._emptied:
+            self._note_emptied()
 
     def cached(self, pool: str, lease: int, backend: str, hashes: Sequence[int]) -> None:
         """Records that a backend has cached the prompt and the answer of an ended lease, given as block hashes."""
@@ -262,7 +264,9 @@ class Dispatcher:
 
     def troubled(self, backend: str, trouble: Trouble, detail: str) -> None:
         del detail
-        if self.pools.troubled(backend, trouble):
+        gone, held = self.pools.troubled(backend, trouble), self.pools.backends[backend]
+        # A backend that does not answer polls may still send bytes. A drained one is not waited for.
+        if gone or (held.drained and held.health.down):
             for cut in tuple(self._direct.get(backend, ())):
                 cut()
         self._note_silent()

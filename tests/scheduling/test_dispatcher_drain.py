@@ -116,26 +116,39 @@ async def computed(one: Dispatcher) -> Request:
 async def test_a_prompt_that_nobody_fetches_is_waited_for_until_its_lease_ends() -> None:
     one = of_two_roles()
     asked = await computed(one)
-    one.ended(asked, None)
     began_s = now()
     await asyncio.wait_for(one.emptied("p"), 100.0)
     assert now() - began_s == pytest.approx(30.0, abs=0.1)
     one.pools.remove_backend("p")
+    one.ended(asked, None)
     async with holding(one, request()) as lease:
         assert lease.backend == "d", "the removed backend is not looked up"
         lease.verdict = Verdict.SERVED
 
 
 @virtual
+async def test_a_prompt_of_a_request_that_ended_is_not_waited_for() -> None:
+    one = of_two_roles()
+    asked = await computed(one)
+    emptied = asyncio.create_task(one.emptied("p"))
+    await turns()
+    assert not emptied.done()
+    one.ended(asked, None)
+    await turns()
+    assert emptied.done()
+
+
+@virtual
 async def test_a_wait_for_an_empty_backend_that_is_cancelled_leaves_nothing() -> None:
     """A backend may come back while it leaves, and leave again."""
     one = of_two_roles()
-    one.ended(await computed(one), None)
+    asked = await computed(one)
     waits = [asyncio.create_task(one.emptied("p")) for _ in range(2)]
     await turns()
     waits[0].cancel()
     await asyncio.wait_for(waits[1], 100.0)
     one.pools.remove_backend("p")
+    one.ended(asked, None)
     await turns()
     assert waits[0].cancelled()
     async with holding(one, request()) as lease:
@@ -190,3 +203,17 @@ async def test_direct_requests_need_a_backend_and_no_drain() -> None:
         assert (refused.value.outcome, one.in_flight("a")) == (Outcome.DRAINING, 1)
     with pytest.raises(Refused, match="removed"), dispatcher(a=1).direct("b", lambda: None):
         raise AssertionError("it was admitted")
+
+
+@emptied(a=1)
+async def test_direct_requests_on_a_drained_backend_end_when_polls_find_it_down(one: Dispatcher) -> None:
+    """Otherwise a hung backend could not be removed before the longest time of an answer."""
+    cuts: list[str] = []
+    held = one.pools.backends["a"]
+    with one.direct("a", lambda: cuts.append("cut")):
+        for drained in (False, True):
+            held.drained = drained
+            while not held.health.down:
+                one.troubled("a", Trouble.TIMEOUT, "silence")
+            one.troubled("a", Trouble.TIMEOUT, "silence")
+            assert bool(cuts) is drained

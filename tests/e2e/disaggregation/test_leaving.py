@@ -230,7 +230,7 @@ async def test_a_decode_replica_that_leaves_between_the_stages(log: io.StringIO)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(connectors._factories, "leaves", Leaves)
-        async with split(scheduling={"kv_connector": "leaves", "kv_lease_s": 0.5}) as proxy:
+        async with split(scheduling={"kv_connector": "leaves"}) as proxy:
             opened.append(proxy)
             await right_answer(proxy)
             await proxy.settled()
