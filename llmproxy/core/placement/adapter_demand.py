@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence, Set
+from functools import cached_property
 
 from llmproxy.core.backends.view import View
 from llmproxy.core.estimates.learning import DecayingRate
@@ -77,6 +78,23 @@ class Slots:
             del self._used[next(iter(self._used))]
 
 
+class LoadedAdapters:
+    """The adapters that some backends have loaded, counted when they are first needed: most placements need none."""
+
+    def __init__(self, views: Sequence[View]) -> None:
+        self._views = views
+
+    @cached_property
+    def copies(self) -> Counter[str]:
+        """Adapter -> number of backends that have it."""
+        return Counter(name for view in self._views for name in view.resident)
+
+    @cached_property
+    def free(self) -> int:
+        """The number of free slots."""
+        return sum(max(0, (view.max_adapters or 0) - len(view.resident)) for view in self._views)
+
+
 class AdapterDemand:
     """Request rates of the adapters of a pool, and the cost of evicting an adapter."""
 
@@ -92,28 +110,26 @@ class AdapterDemand:
             del self._asked[next(iter(self._asked))]
 
     def reload_s(
-        self, adapter: str, view: View, slots: Slots, able: Sequence[View], least_s: float, now: float
+        self, adapter: str, view: View, slots: Slots, loaded: LoadedAdapters, least_s: float, now: float
     ) -> float:
         """Returns the expected seconds to load the evicted adapter again; a load takes at least `least_s`.
 
         The evicted adapter must be loaded again if a request for it arrives before it would have been evicted anyway.
         Requests and evictions are taken as two Poisson processes. The cost is 0 if another backend has the evicted
         adapter. A free slot costs nothing, unless this is a second copy of `adapter` in the pool and the adapters that
-        no backend has loaded would fill all free slots.
+        no backend has loaded would fill all free slots. `loaded` counts `view` too.
         """
         if view.max_adapters is None:
             return 0.0
         if len(view.resident) < view.max_adapters:
-            somewhere = set().union(*[one.resident for one in able])
-            free = sum([max(0, (one.max_adapters or 0) - len(one.resident)) for one in able])
             # The served names include the base model.
-            if adapter not in somewhere or len(view.served) - 1 - len(somewhere) < free:
+            if adapter not in loaded.copies or len(view.served) - 1 - len(loaded.copies) < loaded.free:
                 return 0.0
             return max(least_s, self._loads.at(slots.tier(adapter)))
         displaced = slots.displaced(view.resident)
         if displaced is None or displaced not in self._asked:
             return 0.0
-        if any(displaced in other.resident for other in able if other is not view):
+        if loaded.copies[displaced] > 1:
             return 0.0
         asked = self._asked[displaced].at(now)
         chance = asked / (asked + slots.turnover.at(now) / view.max_adapters)

@@ -7,7 +7,7 @@ from math import exp
 
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import DECODE, PREFILL, BackendPace, Learned, Request
-from llmproxy.core.placement.adapter_demand import AdapterDemand
+from llmproxy.core.placement.adapter_demand import AdapterDemand, LoadedAdapters
 from llmproxy.core.placement.backend_load import WORK_S, BackendLoad
 from llmproxy.core.placement.prefix_index import PrefixIndex
 from llmproxy.core.placement.price import NAMES, PriceRow
@@ -64,6 +64,7 @@ class PoolModel:
             least_load_s = max([backend_load.loading_s(now) for backend_load in backend_loads])
         prices = []
         # This loop runs for every backend and request and takes most of the time of a decision, hence the local names.
+        loaded = None
         for view, backend_load, has_room in zip(able, backend_loads, fits, strict=True):
             speed, step_speed = backend_load.prefill, backend_load.step
             if prefill_seen >= speed.stale_at or step_seen >= step_speed.stale_at or backend_load.loads:
@@ -115,7 +116,8 @@ class PoolModel:
                     # An engine pauses its batch and its waiting prompts while it loads an adapter: now, and when the
                     # displaced adapter is loaded again.
                     stall = STREAM * load + (1.0 - STREAM) * len(backend_load.unstarted) + scarce
-                    reload_s = self.demand.reload_s(adapter, view, slots, able, least_load_s, now) * (1.0 + stall)
+                    loaded = loaded or LoadedAdapters(able)
+                    reload_s = self.demand.reload_s(adapter, view, slots, loaded, least_load_s, now) * (1.0 + stall)
                     harm_s += load_s * stall
                     eviction_s += reload_s
                     total_s += load_s * stall + reload_s

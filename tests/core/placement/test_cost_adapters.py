@@ -57,6 +57,23 @@ def test_evicting_the_only_copy_of_an_adapter_costs_its_load_time() -> None:
     assert price == {"a": pytest.approx(2.0, rel=0.3), "b": 0.0, "c": 0.0}
 
 
+def test_the_adapters_of_each_backend_are_read_a_few_times_however_many_backends_there_are() -> None:
+    read = 0
+
+    class Resident(frozenset[str]):
+        def __len__(self) -> int:
+            nonlocal read
+            read += 1
+            return super().__len__()
+
+    bench = taught(2.0)
+    views = [view(f"b{i}", served=SERVED, resident=Resident(NAMES[:4]), max_adapters=5) for i in range(50)]
+    bench.serve(asked(0), views[0])
+    read = 0
+    bench.place(asked(5), views)
+    assert read <= 4 * len(views)
+
+
 def test_adapter_in_use_is_not_evicted_first() -> None:
     bench = taught(2.0)
     bench.start(asked(0), slotted("a", 0, 1))
