@@ -165,7 +165,7 @@ class Mix:
         count.requests += 1.0
         count.prompt_tokens += prompt_tokens
 
-    def learn(self, usage: Usage, sequences: int) -> None:
+    def learn(self, usage: Usage) -> None:
         key = size_class(usage.prompt_tokens)
         size = self.sizes.get(key)
         if size is None:
@@ -176,9 +176,7 @@ class Mix:
         # A request without output, such as an embedding, takes a step too.
         size.learn(max(1.0, usage.output_tokens), weight)
         if usage.cached_tokens is not None and usage.prompt_tokens > 0:
-            size.cached_share = follow(
-                size.cached_share, usage.cached_tokens / (usage.prompt_tokens * sequences), weight
-            )
+            size.cached_share = follow(size.cached_share, usage.cached_tokens / usage.prompt_tokens, weight)
 
     def within(self, now: float, begin_s: int, end_s: int = 0) -> dict[int, Count]:
         """Maps size classes to the arrivals between `begin_s` and `end_s` seconds ago, in whole time slots."""

@@ -200,7 +200,7 @@ class PoolScaling(LeaseObserver):
             return
         if not request.continued:
             # The size of the whole request is not known from its rest.
-            self.mix.learn(usage, request.sequences)
+            self.mix.learn(usage)
         self._learned_s = now
         took_s = now - begun_s
         if took_s > 0.0 and self._engines.get(lease.backend.name) is engine:

@@ -33,7 +33,7 @@ def known_curve() -> StepCurve:
 def mix_of(per_s: float, prompt: int, output: int, begin_s: int = 0, until_s: int = 300, cached: int = 0) -> Mix:
     mix = Mix()
     for _ in range(60):
-        mix.learn(Usage(prompt, output, cached), 1)
+        mix.learn(Usage(prompt, output, cached))
     whole = 0.0
     for second in range(begin_s, until_s):
         whole += per_s
@@ -222,7 +222,7 @@ def test_seats_count_kv_tokens_over_time() -> None:
     # it is the long answers that hold the cache.
     mix = mix_of(1.0, 500, 1_500)
     for _ in range(60):
-        mix.learn(Usage(9_000, 10, 0), 1)
+        mix.learn(Usage(9_000, 10, 0))
     sizes = {size_class(500): Count(100.0, 50_000.0), size_class(9_000): Count(100.0, 900_000.0)}
     assert mix.tokens(sizes).kv_tokens == pytest.approx((1_500 * (500 + 750) + 10 * (9_000 + 5)) / 1_510, rel=0.01)
 
@@ -230,8 +230,8 @@ def test_seats_count_kv_tokens_over_time() -> None:
 def test_answers_that_vary_hold_more_than_equal_ones() -> None:
     equal, varied = Mix(), Mix()
     for tokens in (100, 1_900) * 40:
-        equal.learn(Usage(500, 1_000, 0), 1)
-        varied.learn(Usage(500, tokens, 0), 1)
+        equal.learn(Usage(500, 1_000, 0))
+        varied.learn(Usage(500, tokens, 0))
     count = {size_class(500): Count(1.0, 500.0)}
     assert equal.tokens(count).kv_tokens == pytest.approx(500 + 500)
     # The mean square over twice the mean, and not half of the mean.
@@ -241,15 +241,15 @@ def test_answers_that_vary_hold_more_than_equal_ones() -> None:
 def test_a_new_mix_is_believed_after_ten_answers() -> None:
     rng, mix = Random(4), Mix()
     for _ in range(200):
-        mix.learn(Usage(3_000, rng.randint(340, 660), 0), 1)
+        mix.learn(Usage(3_000, rng.randint(340, 660), 0))
     for _ in range(10):
-        mix.learn(Usage(3_000, rng.randint(900, 1_100), 0), 1)
+        mix.learn(Usage(3_000, rng.randint(900, 1_100), 0))
     assert mix.sizes[size_class(3_000)].output_tokens == pytest.approx(1_000.0, rel=0.1)
 
 
 def test_one_long_answer_is_no_new_mix() -> None:
     rng, mix = Random(4), Mix()
     for number in range(210):
-        mix.learn(Usage(3_000, 20_000 if number == 205 else rng.randint(340, 660), 0), 1)
+        mix.learn(Usage(3_000, 20_000 if number == 205 else rng.randint(340, 660), 0))
     # It counts as one of fifty, and does not make a mean of ten.
     assert mix.sizes[size_class(3_000)].output_tokens < 1.8 * 500

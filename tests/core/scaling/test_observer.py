@@ -93,6 +93,16 @@ def test_granted_and_ended_requests_wait_no_more() -> None:
     assert pool.need().waiting == 0
 
 
+def test_cached_tokens_are_a_share_of_the_prompt_however_many_answers_it_has() -> None:
+    """vLLM counts a prompt once for all its answers, and its cached tokens too."""
+    pool = Pool()
+    one = pool.lease(request(prompt_tokens=4_000, sequences=4))
+    pool.scaling.booked(one, 0.0)
+    pool.scaling.returned(one, Returned(one.number, Verdict.SERVED, Usage(4_000, 400, 3_000)), 1.0)
+    (learned,) = pool.scaling.mix.sizes.values()
+    assert learned.cached_share == 0.75
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_step_time_is_learned_from_every_kind_of_answer(stream: bool) -> None:
     pool = Pool()
