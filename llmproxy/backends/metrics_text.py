@@ -77,6 +77,7 @@ def parse_reading(text: bytes, taken_at_s: float) -> Generator[None, None, Readi
         max_adapters=max_adapters,
         deferred=round(sum((yield from _values(text, WAITING_BY_REASON, b'"deferred"')))),
         generated=round(sum(generated)) if generated else None,
+        engines=len(generated) or 1,
     )
 
 

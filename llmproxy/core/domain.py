@@ -195,6 +195,13 @@ class Reading(Struct, frozen=True):
     max_adapters: int | None = None
     deferred: int = 0  # The part of `waiting` that waits for KV blocks of another engine, not for a place.
     generated: int | None = None  # Tokens generated since the engine's process began.
+    engines: int = 1  # Number of engines whose tokens `generated` counts, such as data-parallel ranks.
+
+    def of_new_process(self, before: Reading) -> bool:
+        """Returns whether the process is another one than in `before`: the same counter never falls in a process."""
+        if self.generated is None or before.generated is None:
+            return False
+        return self.engines == before.engines and self.generated < before.generated
 
 
 class Trouble(StrEnum):

@@ -121,14 +121,21 @@ class Leases:
         del self._newest_of_old[backend]
         self._notify_process_gone(backend)
 
+    def restarted(self, backend: Backend) -> None:
+        """Notes that the process of a backend is gone. Its leases end by themselves."""
+        # Lease numbers increase, so all numbers up to the newest belong to the process that is gone.
+        if backend.name in self._newest_of_old:
+            self._newest_of_old[backend.name] = self._newest
+        self._notify_process_gone(backend.name)
+
     def lost(self, backend: Backend) -> None:
         """Revokes the leases of a backend whose process is gone."""
-        self._end_process(backend)
+        self.restarted(backend)
         self.revoke(x for x, lease in self._open.items() if lease.backend is backend and not lease.on_old_process)
 
     def replaced(self, backend: Backend) -> None:
         """Notes that a new process has the name of a backend. Leases on the old process continue independently."""
-        self._end_process(backend)
+        self.restarted(backend)
         for lease in self._open.values():
             lease.on_old_process = lease.on_old_process or lease.backend is backend
 
@@ -147,12 +154,6 @@ class Leases:
     def is_on_current_process(self, lease: int, backend: str) -> bool:
         """Returns whether a lease, open or ended, was granted in this pool on the current process of `backend`."""
         return backend in self._newest_of_old and lease > self._newest_of_old[backend]
-
-    def _end_process(self, backend: Backend) -> None:
-        # Lease numbers increase, so all numbers up to the newest belong to the process that is gone.
-        if backend.name in self._newest_of_old:
-            self._newest_of_old[backend.name] = self._newest
-        self._notify_process_gone(backend.name)
 
     def _notify_process_gone(self, backend: str) -> None:
         for process_gone in self._on_process_gone:

@@ -21,6 +21,7 @@ from llmproxy.core.domain import (
     Listing,
     Outcome,
     Placed,
+    Reading,
     Refused,
     Request,
     Role,
@@ -171,6 +172,14 @@ class Pools:
         if changed:
             # An adapter may have moved to another pool, while the pools and their backends are the same.
             self._to_regroup = any(one.waiting for one in self._all)
+
+    def observe(self, backend: str, reading: Reading) -> None:
+        """Records a scrape of a backend. A counter that has fallen shows a restart that no failed poll has shown."""
+        if self.backends[backend].observe(reading):
+            for scheduler in self._all:
+                # The connections of leases on the old process break, so nothing is revoked.
+                scheduler.leases.restarted(self.backends[backend])
+                scheduler.drop_bound(backend)
 
     def timed_out(self, backend: str, now: float) -> None:
         """Records that a request of a poll got no answer in time."""

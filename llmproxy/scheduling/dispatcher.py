@@ -246,7 +246,7 @@ class Dispatcher:
         self._decide_soon()
 
     def observe(self, backend: str, reading: Reading) -> None:
-        self.pools.backends[backend].observe(reading)
+        self.pools.observe(backend, reading)
         self._decide_soon()
 
     def published(self, backend: str, limit: int) -> None:

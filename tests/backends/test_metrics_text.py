@@ -73,7 +73,10 @@ def test_engines_behind_one_page_are_summed_and_averaged() -> None:
         b'vllm:kv_cache_usage_perc{engine="1"} 0.4',
         b'vllm:cache_config_info{engine="0",kv_cache_size_tokens="100"} 1',
         b'vllm:cache_config_info{engine="1",kv_cache_size_tokens="200"} 1',
+        b'vllm:generation_tokens_total{engine="0"} 5',
+        b'vllm:generation_tokens_total{engine="1"} 6',
     )
+    assert (found.generated, found.engines) == (11, 2)
     assert (found.running, found.waiting, found.kv_tokens) == (7, 2, 300)
     assert found.kv_used == pytest.approx(0.3)
 

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from llmproxy.core.domain import CRITICAL, DEFAULT, Drop, Grant, Outcome, Request, Trouble, Usage, Verdict
+import pytest
+
+from llmproxy.core.domain import CRITICAL, DEFAULT, Drop, Grant, Outcome, Request, Revoke, Trouble, Usage, Verdict
 from llmproxy.core.lease_events import Returned, Started
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import Settings, UsageLimit
@@ -193,6 +195,28 @@ def test_a_new_process_behind_a_name_is_down_until_read_and_starts_empty() -> No
     one.backends["a"].answered(2.0)
     assert one.ready(2.0)
     assert cached_tokens(one, (1, 2, 3), 2.0) == 0
+
+
+@pytest.mark.parametrize(
+    ("generated", "engines", "known"),
+    [(0, 1, False), (899, 1, False), (900, 1, True), (950, 1, True), (None, 1, True), (450, 2, True)],
+)
+def test_a_counter_that_fell_shows_a_new_process_without_a_refused_poll(
+    generated: int | None, engines: int, known: bool
+) -> None:
+    """A counter that is missing, or of fewer or more engines than before, shows nothing."""
+    one = pools({"a": 4}, DEFAULTS)
+    one.observe("a", reading(0.5, generated=900))
+    submit(one, prefix=(1, 2), prefix_tokens=16.0)
+    (running,) = grants(one)
+    one.troubled("a", Trouble.TIMEOUT)
+    one.backends["a"].answered(2.0)
+    one.observe("a", reading(2.0, generated=generated, engines=engines))
+    assert (cached_tokens(one, (1, 2), 2.0) > 0) is known
+    assert one.backends["a"].processes == (1 if known else 2)
+    assert [one for one in one.decide(2.0) if isinstance(one, Revoke)] == []
+    one.apply(Returned(running.lease, Verdict.FAILED), 2.5)
+    one.check(2.5)
 
 
 # --- other settings ---------------------------------------------------------------------------------------------------

@@ -202,13 +202,16 @@ class Backend:
         """Records that the metrics could not be read, although the backend may publish some."""
         self._unread = True
 
-    def observe(self, reading: Reading) -> None:
+    def observe(self, reading: Reading) -> bool:
         """Learns the load, the batch limit and the health of the engine from a scrape of its metrics.
 
-        A reading that is older than the last one is ignored.
+        A reading that is older than the last one is ignored. Returns whether a new process answers.
         """
         if self.reading is not None and reading.taken_at_s < self.reading.taken_at_s:
-            return
+            return False
+        new_process = self.reading is not None and reading.of_new_process(self.reading)
+        if new_process:
+            self._forget_process()
         before, self.reading = self.reading, reading
         self._generates = before is None or reading.generated is None or reading.generated != before.generated
         others = self._own.observe(reading)
@@ -239,6 +242,7 @@ class Backend:
             fast = self.outliers.read(self.name, reading, self._own.sequences)
             if fast is not None and self.health.slow:
                 self.measured(None, fast, reading.taken_at_s)
+        return new_process
 
     def troubled(self, trouble: Trouble) -> bool:
         """Records a failed poll. Returns whether the process is certainly gone, and its open streams with it."""
