@@ -70,7 +70,8 @@ class PoolScaling(LeaseObserver):
         # Mean objective in seconds per output token, over requests that have such an objective; None before the first.
         self._tpot_s: float | None = None
         self._tpots = 0  # Number of these requests.
-        self._asked_s: float | None = None  # The time of the last request.
+        # The time of the last request, or from which a replica was known to be up.
+        self._asked_s: float | None = None
         self._attention = 0.0
         self._learned_s = -inf  # The time of the last observation.
         # Observed seconds from the start of a replica until it served.
@@ -228,6 +229,9 @@ class PoolScaling(LeaseObserver):
         running = self._running + sum(one._running for one in self._joined)
         others = self._others + sum(one._others for one in self._joined)
         busy = running + others + len(self.waiting) + self._on_hold
+        if self._asked_s is None and any(one.up for one in replicas):
+            # After a restart, the earlier requests are unknown, so the pool is idle from now on.
+            self._asked_s = now
         idle_s = 0.0 if busy or self._asked_s is None else now - self._asked_s
         waited_s = now - self._waiting_since_s if self.waiting else 0.0
         demand = Demand(running, others, self._sizes, self._on_hold, len(self._adapters), idle_s, waited_s)

@@ -155,6 +155,13 @@ def test_paused_or_backward_clock_does_no_harm() -> None:
     assert pool.need().desired >= 1
 
 
+def test_a_pool_without_any_request_becomes_idle() -> None:
+    pool = PoolScaling(replace(DEFAULTS.scaling, min=0, idle_s=900.0))
+    assert pool.need(None, [], 1.0, 50.0).desired == 0
+    found = [pool.need(None, REPLICAS, 1.0, now) for now in (100.0, 999.0, 1_000.0)]
+    assert [(one.desired, one.reason) for one in found] == [(2, "unknown"), (2, "unknown"), (0, "idle")]
+
+
 def test_named_pools_are_there_before_and_after_their_replicas() -> None:
     scaling = Scaling(replace(DEFAULTS.scaling, pools=("a",), min=0))
     assert set(scaling.pools) == {"a"}
