@@ -1,6 +1,6 @@
 """Small fleets at their defaults, real processes: a table of figures and their bounds, and exit status 1 for a miss.
 
-    python -m benchmarks.small_fleets                     # all scenes, a quarter of an hour
+    python -m benchmarks.small_fleets                     # all scenes, twenty minutes
     python -m benchmarks.small_fleets --sample            # three scenes for continuous integration, a minute
     python -m benchmarks.small_fleets --only slow --tree ../before
 
@@ -20,13 +20,14 @@ from math import isinf
 from pathlib import Path
 from time import monotonic
 
+from benchmarks.faults import broken, killed
 from benchmarks.small_fleets import failures, saturation
 from benchmarks.small_fleets.stage import Check
 
 Scene = Callable[[Path | None], Awaitable[list[Check]]]
 KINDS = {"streams": True, "whole": False}
 SIZES = ((4, 4), (8, 8), (64, 64), (4, 8, 32))
-ALONE = ("overload", "critical")  # The scenes that run alone, because they measure throughput and waits.
+ALONE = ("overload", "critical", "shares")  # The scenes that run alone, because they measure throughput and waits.
 SAMPLE = ("silent whole", "unauthorized", "a third of 500")
 
 
@@ -37,6 +38,7 @@ def scenes() -> dict[str, Scene]:
         for kind, stream in KINDS.items():
             found[f"overload {'+'.join(map(str, sizes))} {kind}"] = partial(saturation.throughput, sizes, stream)
     found["critical streams"] = partial(saturation.critical, (8, 8), True)
+    found["shares of two flows"] = saturation.shares
     for kind, stream in KINDS.items():
         for scene in (
             failures.slow,
@@ -50,6 +52,10 @@ def scenes() -> dict[str, Scene]:
     found["slow at full speed"] = partial(failures.slow, True, speed=1.0)
     found["unauthorized"] = partial(failures.refuses, "unauthorized", ["ejected", "key"])
     found["a third of 500"] = partial(failures.refuses, "error_rate", ["ejected", "answers failed"], share=1 / 3)
+    found["hangs, as after SIGTERM"] = partial(failures.breaks, broken("hang", restarted=True), 3.0)
+    found["drains, with /health 200"] = partial(failures.breaks, broken("draining_500", restarted=True), 3.0)
+    found["flapping"] = partial(failures.breaks, killed, 0.0, times=3)
+    found["streams reset"] = failures.resets
     found["deadly request"] = failures.deadly
     return found
 

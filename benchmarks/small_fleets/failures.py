@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.faults import Fault
 from benchmarks.load import Clients, Seen, Work, details, failures
 from benchmarks.small_fleets.stage import SPEED, Check, Stage, staged, true
 
@@ -20,6 +22,8 @@ BROKEN = 1
 WARM_S, BASE_S = 7.0, 4.0
 NAMED_S = 5.0
 BACK_S = 30.0
+RESET_SHARE, RESETS = 0.05, 10
+RESET_AFTER_BYTES = 4_000  # About a third of an answer.
 
 
 @dataclass(slots=True)
@@ -68,6 +72,18 @@ class Episode:
         """Checks that no request failed before a token of its answer came."""
         failed = failures(self.seen)
         self.checks.append(Check("failed requests", len(failed), most=0, note=details(failed)))
+
+    async def streams_end(self) -> None:
+        """Checks that no request failed, that each broken stream has one error event, and the attempts of a request."""
+        self.none_failed()
+        broken = [one for one in self.seen if one.begun and not one.whole]
+        wrong = [one for one in broken if one.errors != 1]
+        retries = await self.stage.fleet.metric("llmproxy_retries_total") or 0.0
+        self.checks += [
+            Check("broken streams", len(broken), note=details(broken)),
+            Check("of these without one error event", len(wrong), most=0, note=details(wrong)),
+            Check("attempts for each request", 1.0 + retries / len(self.clients.seen), most=1.05),
+        ]
 
 
 @asynccontextmanager
@@ -181,6 +197,32 @@ async def stopped(stream: bool, tree: Path | None) -> list[Check]:
         again = scene.stage.named("backend_ejected", BROKEN) - ejected
         scene.none_failed()
     return [*scene.checks, Check("ejected again when it goes on", again, most=0)]
+
+
+async def breaks(fault: Fault, lasts_s: float, tree: Path | None, *, times: int = 1) -> list[Check]:
+    """Checks the streams of a fleet whose replica breaks `times` times, for at least `lasts_s` each."""
+    async with episode(True, tree) as scene:
+        for _ in range(times):
+            async with fault(scene.stage.fleet, BROKEN):
+                if lasts_s:
+                    await asyncio.sleep(max(0.0, lasts_s - await scene.named()))
+            available = f'llmproxy_backend_available{{backend="{scene.stage.fleet.name(BROKEN)}"}}'
+            await scene.stage.fleet.becomes(available, 1.0)
+        await scene.recovers(most_s=45.0)
+        await scene.streams_end()
+    return scene.checks
+
+
+async def resets(tree: Path | None) -> list[Check]:
+    """Checks resets of streams in mid-answer, at any replica."""
+    async with episode(True, tree) as scene:
+        rng = random.Random(7)
+        for _ in range(RESETS):
+            await asyncio.sleep(rng.expovariate(RESET_SHARE * scene.base))
+            await scene.stage.fleet.fault(rng.randrange(len(SIZES)), "reset", after_bytes=RESET_AFTER_BYTES, times=1)
+        await scene.recovers()
+        await scene.streams_end()
+    return scene.checks
 
 
 async def deadly(tree: Path | None) -> list[Check]:

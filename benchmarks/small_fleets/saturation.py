@@ -1,17 +1,18 @@
-"""Checks full fleets: their throughput, the answer of `/scale`, and the waits of critical requests.
+"""Checks full fleets: their throughput, the answer of `/scale`, the waits of critical requests, and shares of flows.
 
 The throughput is compared with direct access to the replicas.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.load import Work, first_s
+from benchmarks.load import FLOW, OBJECTIVE, Work, first_s
 from benchmarks.small_fleets.stage import Check, Stage, staged, true
 
 COLD_S = 15.0
@@ -89,7 +90,7 @@ async def critical(sizes: Sequence[int], stream: bool, tree: Path | None) -> lis
 
     The waits are compared with the waits of the same requests in an idle fleet.
     """
-    urgent = Work(stream, tokens=(24,), headers={"x-llm-d-inference-objective": "critical"})
+    urgent = Work(stream, tokens=(24,), headers={OBJECTIVE: "critical"})
     async with staged(sizes, tree=tree) as stage:
         async with stage.clients(Work(stream, range(32, 129))) as flood, stage.clients(urgent) as clients:
             flood.closed(4 * sum(sizes), stage.proxy)
@@ -111,3 +112,21 @@ async def critical(sizes: Sequence[int], stream: bool, tree: Path | None) -> lis
         Check("lower band granted while a critical one waited", inversions, most=0),
         Check("flood first token, s", first_s(flood.seen, 0.5)),
     ]
+
+
+async def shares(tree: Path | None) -> list[Check]:
+    """Checks the share of a flow in the output while another flow of its band has ten times as many clients."""
+    tokens = Counter[str]()
+    async with staged((8, 8), tree=tree) as stage:
+        few, many = (stage.clients(Work(headers={FLOW: flow})) for flow in ("few", "many"))
+        async with few, many:
+            few.closed(24, stage.proxy)
+            many.closed(240, stage.proxy)
+            await few.rate(30.0)
+        exits = [one for one in stage.fleet.exits() if "granted_s" in one]
+    began_s = min(one["arrived_s"] for one in exits)
+    for one in exits:
+        # The first grants go to a queue that is not full. The last answers have no log line yet.
+        if 5.0 < one["granted_s"] - began_s < 25.0:
+            tokens[one["flow"]] += one.get("output_tokens", 0)
+    return [Check("share of the flow with a tenth of the clients", tokens["few"] / tokens.total(), 0.45, 0.55)]
