@@ -27,7 +27,7 @@ import aiohttp
 import orjson
 from msgspec import Struct, json
 
-from benchmarks.faults import restart
+from benchmarks.faults import Fault, broken, drained, killed, restart, stopped
 from benchmarks.fleet import WITH_ADMIN, Fleet, fleet
 from benchmarks.load import percentile
 from benchmarks.table import Table
@@ -189,29 +189,26 @@ class Run:
         await self.available(index)
 
 
-async def killed(run: Run, index: int) -> None:
-    run.clients.hit(index)
-    await run.running.replicas[index].stop(signal.SIGKILL)
-    await asyncio.sleep(3.0)
-    await run.start(index)
+def during(fault: Fault, lasts_s: float, *, at_once: bool = True) -> Callable[[Run, int], Awaitable[None]]:
+    """Returns a scene in which a replica has a fault. `at_once`: the fault hits all streams that are open there."""
+
+    async def happens(run: Run, index: int) -> None:
+        if at_once:
+            run.clients.hit(index)
+        async with fault(run.running, index):
+            await asyncio.sleep(lasts_s)
+        await run.available(index)
+
+    return happens
 
 
-async def stopped(run: Run, index: int) -> None:
-    run.clients.hit(index)
-    child = run.running.replicas[index].child
-    child.send_signal(signal.SIGSTOP)
-    await asyncio.sleep(6.0)
-    child.send_signal(signal.SIGCONT)
+async def drained_and_killed(run: Run, index: int) -> None:
+    async with drained(run.running, index):
+        await asyncio.sleep(DEADLINE_S)
+        run.clients.hit(index)
+        async with killed(run.running, index):
+            await asyncio.sleep(3.0)
     await run.available(index)
-
-
-async def drained(run: Run, index: int) -> None:
-    await run.running.admin(index, "drain")
-    await asyncio.sleep(DEADLINE_S)
-    run.clients.hit(index)
-    await run.running.replicas[index].stop(signal.SIGKILL)
-    await asyncio.sleep(3.0)
-    await run.start(index, drained=True)
 
 
 async def drained_with_deadline(run: Run, index: int) -> None:
@@ -223,21 +220,6 @@ async def drained_with_deadline(run: Run, index: int) -> None:
     await run.running.replicas[index].stop(signal.SIGKILL)
     await asyncio.sleep(2.0)
     await run.start(index, drained=True)
-
-
-async def errors(run: Run, index: int) -> None:
-    """Gives each of the next ten streams of a replica an error event after 50 tokens."""
-    await run.running.fault(index, "stream_error", after_tokens=50, times=10)
-    await asyncio.sleep(5.0)
-    await run.running.fault(index, None)
-    await run.available(index)
-
-
-async def engine_dead(run: Run, index: int) -> None:
-    run.clients.hit(index)
-    await run.running.fault(index, "engine_dead")
-    await asyncio.sleep(3.0)
-    await run.start(index)
 
 
 async def ended(run: Run, index: int) -> None:
@@ -274,14 +256,16 @@ class Scene:
     """The share of `--times` for which the scene is repeated; less than 1 for scenes that take longer."""
 
 
+TEN_ERRORS = broken("stream_error", after_tokens=50, times=10)
+"""Gives each of the next ten streams of a replica an error event after 50 tokens."""
 MODES = ("off", "safe")
 SCENES = (
-    Scene("killed (`kill -9`)", killed),
-    Scene("stopped (SIGSTOP, SIGCONT 6 s later)", stopped),
-    Scene("drained, killed 2 s later", drained),
+    Scene("killed (`kill -9`)", during(killed, 3.0)),
+    Scene("stopped (SIGSTOP, SIGCONT 6 s later)", during(stopped(), 6.0)),
+    Scene("drained, killed 2 s later", drained_and_killed),
     Scene("drained with `deadline_s=2`", drained_with_deadline),
-    Scene("error event in mid-stream", errors),
-    Scene("engine dead", engine_dead),
+    Scene("error event in mid-stream", during(TEN_ERRORS, 5.0, at_once=False)),
+    Scene("engine dead", during(broken("engine_dead", restarted=True), 3.0)),
     Scene("SIGTERM, finish reason `abort`", ended, ("--shutdown", "abort")),
     Scene("rolling restart, streams cut", rolled, share=0.25),
     Scene("rolling restart, drained, streams cut", rolled_after_drains, share=0.25),
