@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import signal
+from contextlib import AsyncExitStack
 from functools import partial
 
 import structlog
@@ -47,7 +48,15 @@ async def _serve(config: Config, reread: Reread | None) -> int:
             log_old_file(path)
         state = None if path is None else StateFile(path)
         usage = folder_of(config.usage.dir, path)
-        async with running(config, reread, sockets, inherited_drains(os.environ), state, usage) as proxy:
+        async with AsyncExitStack() as stack:
+            begun = running(config, reread, sockets, inherited_drains(os.environ), state, usage)
+            start = asyncio.ensure_future(stack.enter_async_context(begun))
+            if not await ended_before(signals.over, start):
+                # Workers and ports that are open already are closed again.
+                await asyncio.gather(start, return_exceptions=True)
+                _log.info("stopped", all_requests_finished=True, cut=0)
+                return 0
+            proxy = start.result()
             # Needed also without a file, because the default action of SIGHUP ends the process.
             reloader = proxy.reloader
             no_file = partial(_log.warning, "nothing_to_reload", hint=NO_FILE)

@@ -105,6 +105,15 @@ async def test_an_early_signal_to_stop_is_no_failure(number: signal.Signals, tmp
         assert not process.events("listening")
 
 
+async def test_a_signal_to_stop_while_workers_start_is_no_failure(tmp_path: Path) -> None:
+    async with served(tmp_path / "log", "--port", "0", "--workers", "2", "http://127.0.0.1:9") as process:
+        await until(process.has_children, START_MAX_S)
+        process.process.send_signal(signal.SIGTERM)
+        assert await process.ended() == 0
+        assert not process.events("listening")
+        assert not process.events("worker_lost")
+
+
 # --- the first signal, and the second ---------------------------------------------------------------------------------
 
 
