@@ -58,18 +58,15 @@ class AdminPages:
         self._clock = clock
         self._has_port = config.admin.port is not None
         self._bound = {config.host.lower(), config.admin.host.lower()}
+        self._clients = Clients(config.clients.trusted_proxies)
+        self._public_metrics = config.admin.public_metrics
         self.reconfigure(config)
         self._bucket = TokenBucket(BURST, PAGES_PER_S)
 
     def reconfigure(self, config: Config) -> None:
-        """Applies the parts of a reloaded configuration that may change while the proxy runs:
-
-        keys, band names, trusted proxies and the rule for `/metrics`.
-        """
+        """Applies new keys and band names. The other settings need a restart."""
         self._digest = None if config.admin_key is None else key_digest(config.admin_key)
         self._names = config.band_names()
-        self._clients = Clients(config.clients.trusted_proxies)
-        self._public_metrics = config.admin.public_metrics
         self._secret_metrics = bool(config.tenants) or config.admin_key is not None
 
     def admits(self, request: web.BaseRequest) -> bool:
