@@ -31,6 +31,7 @@ const element = (id) => document.getElementById(id);
 const store = {
   live: null,
   history: null,
+  trouble: null, // The error of the newest request for the history.
   span: 300,
   offset: 0,
   zoom: null,
@@ -59,13 +60,19 @@ let historyAsked = 0;
 const wanted = (name) => (VIEWS[shown.name]?.columns ?? []).some((prefix) => name.startsWith(prefix));
 
 async function loadHistory() {
+  store.trouble = null;
   const columns = VIEWS[shown.name].columns;
   if (columns.length === 0) return;
   historyAsked += 1;
   const [turn, span] = [historyAsked, store.span];
-  const answer = await history(span, columns);
-  // An older request may be answered later than a newer one.
-  if (turn === historyAsked) store.history = History.fromAnswer(answer, span);
+  try {
+    const answer = await history(span, columns);
+    // An older request may be answered later than a newer one.
+    if (turn === historyAsked) store.history = History.fromAnswer(answer, span);
+  } catch (error) {
+    if (!(error instanceof UnreachableError || error instanceof RefusedError)) throw error;
+    store.trouble = error.message;
+  }
 }
 
 async function loadEvents() {
@@ -137,7 +144,7 @@ function drawStatus() {
     lost: `The proxy is not reachable since ${clock(lostSince)}. The data is old.`,
     locked: "The proxy shows this page only with its admin key.",
     paused: `Paused at ${clock(store.live?.unix_s ?? Date.now() / 1000)}. ${text}`,
-    live: text,
+    live: store.trouble === null ? text : `${text} (The plots of this view are old: ${store.trouble})`,
   }[state];
   put(summary, said);
   document.title = `${state === "live" && level !== "ok" ? "● " : state === "lost" ? "✕ " : ""}llmproxy`;
@@ -183,11 +190,14 @@ async function route() {
 async function reload() {
   try {
     await loadHistory();
+    // The columns belong to another view or span.
+    if (store.trouble !== null) store.history = null;
     draw();
   } catch (error) {
-    if (!(error instanceof UnreachableError || error instanceof LockedError || error instanceof RefusedError)) throw error;
+    if (!(error instanceof LockedError)) throw error;
     store.history = null;
   }
+  drawStatus();
 }
 
 // The tools of the header

@@ -15,6 +15,9 @@ SECONDS = 900  # The number of seconds with a value of their own (15 minutes).
 TENS = 8_640  # The number of ten-second values (one day).
 TEN_S = 10
 COLUMNS_MAX = 560  # The maximum number of columns, which together take 21.4 MB.
+READ_BYTES_MAX = 7 << 20
+"""The maximum size of the values of a stretch: 212 columns of a day. A member of a cluster passes on 8 MB."""
+GAP = array("f", [nan]).tobytes()
 
 
 class Stretch(Struct, frozen=True):
@@ -31,12 +34,19 @@ class Stretch(Struct, frozen=True):
 
 
 class _Column:
-    __slots__ = ("seconds", "tens", "written_s")
+    __slots__ = ("seconds", "tens", "tens_sum", "written_s")
 
     def __init__(self) -> None:
         self.seconds = array("f", [nan]) * SECONDS
         self.tens = array("f", [nan]) * TENS
+        self.tens_sum = 0.0
         self.written_s = 0
+
+    def put_ten(self, ten: int, value: float) -> None:
+        before = self.tens[ten % TENS]
+        self.tens[ten % TENS] = value
+        # NaN is the only value that differs from itself.
+        self.tens_sum += (self.tens[ten % TENS] if value == value else 0.0) - (before if before == before else 0.0)
 
 
 class History:
@@ -81,26 +91,35 @@ class History:
         return {name: column.seconds[at] for name, column in self._columns.items()} if self.last_s >= 0 else {}
 
     def read(self, prefixes: Iterable[str], span_s: int) -> Stretch:
-        """Returns the last `span_s` seconds of the columns whose names begin with one of `prefixes`.
+        """Returns the last `span_s` seconds of the columns with a value whose names begin with one of `prefixes`.
 
         Up to a span of SECONDS, each second has a value. In a longer span, each ten seconds have one value, and
-        unfinished ten seconds are left out.
+        unfinished ten seconds are left out. Beyond READ_BYTES_MAX, columns with the smallest sums of the day are left
+        out, `fleeting` columns first and `worst` columns last.
         """
         wanted = tuple(prefixes)
-        names = tuple(name for name in self._columns if name.startswith(wanted))
         by_second = span_s <= SECONDS
         step_s, size = (1, SECONDS) if by_second else (TEN_S, TENS)
         last = self.last_s if by_second else (self.last_s + 1) // TEN_S - 1
         first = max(last - min(span_s // step_s, size) + 1, (self._first_s + 1) // step_s)
         rows = max(0, last - first + 1)
-        values = bytearray()
-        for name in names if rows else ():
-            column = self._columns[name]
+        begin, end = first % size, last % size + 1
+        gap, found = GAP * rows, dict[str, bytes]()
+        for name, column in self._columns.items() if rows else ():
+            if not name.startswith(wanted):
+                continue
             ring = column.seconds if by_second else column.tens
-            begin, end = first % size, last % size + 1
-            part = ring[begin:end] if begin < end else ring[begin:] + ring[:end]
-            values += part.tobytes()
-        return Stretch(names, first * step_s, step_s, rows, bytes(values))
+            part = (ring[begin:end] if begin < end else ring[begin:] + ring[:end]).tobytes()
+            if part != gap:
+                found[name] = part
+        names: Iterable[str] = found
+        if len(found) * len(gap) > READ_BYTES_MAX:
+            names = sorted(found, key=self._rank)[: READ_BYTES_MAX // len(gap)]
+        return Stretch(tuple(names), first * step_s, step_s, rows, b"".join(found[name] for name in names))
+
+    def _rank(self, name: str) -> tuple[bool, bool, float]:
+        """Returns the sort key of a column: `worst` columns first, `fleeting` columns last, large sums first."""
+        return name.startswith(self._fleeting), not name.endswith(self._worst), -self._columns[name].tens_sum
 
     def _make_room(self, row: Mapping[str, float]) -> None:
         """Adds the columns that a new row needs.
@@ -133,14 +152,13 @@ class History:
     def _put_ten(self, ten: int) -> None:
         begin = ten * TEN_S % SECONDS
         for name, column in self._columns.items():
-            # NaN is the only value that differs from itself.
             values = [value for value in column.seconds[begin : begin + TEN_S] if value == value]
             if not values:
-                column.tens[ten % TENS] = nan
+                column.put_ten(ten, nan)
             elif name.endswith(self._worst):
-                column.tens[ten % TENS] = max(values)
+                column.put_ten(ten, max(values))
             else:
-                column.tens[ten % TENS] = sum(values) / len(values)
+                column.put_ten(ten, sum(values) / len(values))
 
     def _put_gap(self, begin: int, end: int) -> None:
         for missed in range(begin, end):
@@ -149,4 +167,4 @@ class History:
     def _forget_tens(self, first: int, last: int) -> None:
         for ten in range(max(first, last - TENS), last):
             for column in self._columns.values():
-                column.tens[ten % TENS] = nan
+                column.put_ten(ten, nan)

@@ -8,12 +8,15 @@ from math import isnan, nan
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from llmproxy.observe.live.history import COLUMNS_MAX, SECONDS, TEN_S, TENS, History, Stretch
+from llmproxy.observe.live.history import COLUMNS_MAX, READ_BYTES_MAX, SECONDS, TEN_S, TENS, History, Stretch
+from llmproxy.remote.cluster.pages import PAGE_BYTES_MAX
 
 
 def column(stretch: Stretch, name: str) -> list[float]:
     values = array("f")
     values.frombytes(stretch.values)
+    if name not in stretch.names:
+        return [nan] * stretch.rows
     at = stretch.names.index(name)
     return list(values[at * stretch.rows : (at + 1) * stretch.rows])
 
@@ -141,3 +144,16 @@ def test_history_equals_a_list_of_rows(gaps: list[int], span_s: int) -> None:
             values = [rows[at] for at in range(ten * TEN_S, ten * TEN_S + TEN_S) if at in rows]
             wanted.append(sum(values) / len(values) if values else nan)
     assert [str(value) for value in found] == [str(value) for value in array("f", wanted)]
+
+
+def test_a_day_of_many_columns_fits_into_an_answer_with_the_largest_sums() -> None:
+    history = History(fleeting=("flow/",))
+    history.append(TENS * TEN_S - 60, {"old/x": 1.0})
+    begun = TENS * TEN_S
+    for second in range(begun, begun + 4 * TEN_S):
+        history.append(second, {"fleet/x": 0.0} | {f"flow/{number}/tokens": float(number) for number in range(500)})
+    history.append(begun + TENS * TEN_S - 4 * TEN_S, {"fleet/x": 0.0})
+    day = history.read(["flow/", "fleet/", "old/"], TENS * TEN_S)
+    assert (day.names[0], day.names[1], "old/x" in day.names) == ("fleet/x", "flow/499/tokens", False)
+    assert len(day.values) == len(day.names) * day.rows * 4 <= READ_BYTES_MAX < PAGE_BYTES_MAX
+    assert len(day.names) > 200
