@@ -376,7 +376,10 @@ class Pools:
         """Records the end of a request, once. `met`: whether it met its objective; None if that is unknown."""
         if request.limits:
             self.limits.ended(request, now)
-        self.scaling.left(request)
+        for scaling in self.scaling.pools.values():
+            # A request that was never granted may have arrived in another pool.
+            if request.id in scaling.waiting:
+                scaling.left(request)
         scheduler = self._scheduler_of(request)
         for one in self._all:
             one.ended(request, met, now, served_here=one is scheduler)

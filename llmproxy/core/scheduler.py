@@ -51,7 +51,7 @@ from llmproxy.core.queueing.occupancy import DrainRate, Occupancy
 from llmproxy.core.queueing.queue import Queued
 from llmproxy.core.queueing.usage_limits import UsageLimits
 from llmproxy.core.queueing.waiting_room import WaitingRoom
-from llmproxy.core.scheduling_pass import Parts, Pass
+from llmproxy.core.scheduling_pass import PASS_LEAST, PASS_PRICES, Parts, Pass
 from llmproxy.core.settings import Settings
 from llmproxy.core.snapshot import PoolChoices, PoolInspector, PoolSnapshot, Position
 
@@ -287,7 +287,8 @@ class Scheduler:
         Sets `_more` if the pass reached its maximum of steps, so that another pass must follow.
         """
         decisions = self._decided
-        most = scheduling_pass.most_steps(len(self._backends.by_name))
+        # With many backends, each step takes longer.
+        most = min(scheduling_pass.PASS_MAX, max(PASS_LEAST, PASS_PRICES // (len(self._backends.by_name) or 1)))
         self._room.deadlines.set_pool_up(self._backends.any_up(), now)
         # Requests beyond their deadline are dropped before any grant.
         if due := self._room.deadlines.due(now, most):

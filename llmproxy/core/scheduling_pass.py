@@ -25,7 +25,8 @@ from llmproxy.core.queueing.usage_limits import UsageLimits
 from llmproxy.core.queueing.waiting_room import WaitingRoom
 
 PASS_MAX = 64  # Maximum number of steps of a pass, so that a mass release never blocks the event loop.
-PASS_LEAST, STEP_BACKENDS = 8, 8  # With more than `STEP_BACKENDS` backends each step takes longer.
+PASS_LEAST = 8  # Steps of a pass at least, with many backends.
+PASS_PRICES = 512  # Steps of a pass times backends, if that allows PASS_LEAST steps.
 
 
 class Parts(Struct, frozen=True):
@@ -40,11 +41,6 @@ class Parts(Struct, frozen=True):
     limits: UsageLimits
     leases: Leases
     drain: DrainRate
-
-
-def most_steps(backends: int) -> int:
-    """Returns the maximum number of steps of a pass over this many backends."""
-    return min(PASS_MAX, max(PASS_LEAST, PASS_MAX * STEP_BACKENDS // max(1, backends)))
 
 
 class Pass(Struct):
