@@ -348,9 +348,7 @@ class BackendRegistry:
         config = member.config
         in_flight = self._dispatcher.in_flight(config.name)
         role = EXTERNAL if config.is_external else config.role
-        return BackendStatus(
-            config.name, config.url, role, member.source, state, in_flight, member.since_s, config.group
-        )
+        return BackendStatus(config.name, config.url, role, member.source, state, in_flight, member.since_s)
 
 
 def _cancel_move(member: _Member) -> None:

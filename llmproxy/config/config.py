@@ -18,7 +18,6 @@ from llmproxy.config.schema.backends import (
     DiscoveryConfig,
     HealthConfig,
     PollConfig,
-    ReplicaGroupConfig,
     ScalingConfig,
     repeated_backends,
 )
@@ -54,7 +53,6 @@ from llmproxy.config.value_types import (
     criticality_of,
     hash_of,
     integer_of,
-    nearest,
     one_of,
 )
 from llmproxy.core.backends.catalogue import ANY
@@ -143,8 +141,6 @@ class Config(Section):
     """How the next request and its backend are chosen."""
     queue: QueueConfig = Field(default=QueueConfig(), validate_default=True)
     """Limits of waiting requests and of their waits."""
-    replica_groups: tuple[ReplicaGroupConfig, ...] = ()
-    """Groups of replicas with their costs, among which `/scale` divides the replicas that a pool needs."""
     scaling: ScalingConfig = ScalingConfig()
     """How `/scale` computes the replicas that each pool needs."""
     timeouts: TimeoutsConfig = TimeoutsConfig()
@@ -243,22 +239,6 @@ class Config(Section):
                 first.setdefault(key.hash, f"tenants[{i}].keys[{j}]")
         report(problems)
         return tenants
-
-    @field_validator("replica_groups")
-    @classmethod
-    def _sound_groups(
-        cls, groups: tuple[ReplicaGroupConfig, ...], info: ValidationInfo
-    ) -> tuple[ReplicaGroupConfig, ...]:
-        names = [group.name for group in groups]
-        problems = repeated(names, "name")
-        for i, backend in enumerate(info.data.get("backends", ()) if names else ()):
-            if backend.group is not None and backend.group not in names:
-                near = nearest(backend.group, names)
-                problems.append(
-                    ((), f'no entry is named {backend.group!r}, as backends[{i}].group (nearest: "{near}")')
-                )
-        report(problems)
-        return groups
 
     @field_validator("scaling")
     @classmethod

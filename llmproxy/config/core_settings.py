@@ -12,7 +12,6 @@ from llmproxy.config.schema.backends import ExternalConfig
 from llmproxy.config.schema.requests import SchedulingConfig
 from llmproxy.config.schema.section import Section
 from llmproxy.core.domain import Role
-from llmproxy.core.scaling.groups import Group
 from llmproxy.core.settings import (
     CapacitySettings,
     Disaggregation,
@@ -49,7 +48,6 @@ def settings_of(config: Config) -> Settings:
         scaling=ScalingSettings(
             **_same_names(ScalingSettings, config.scaling, but=("from_band",)),
             from_band=config.band(config.scaling.from_band),
-            groups=tuple(Group(one.name, one.cost, min=one.min, max=one.max) for one in config.replica_groups),
         ),
     )
 

@@ -160,13 +160,6 @@ def both_roles(config: Config, _: object) -> str | None:
     return f"has no effect: no backend {lacks}"
 
 
-def names_labels(_: Config, backend: Any) -> str | None:
-    """Returns why `backends[].group_label` has no effect; None if it has."""
-    if backend.url.startswith(KUBERNETES) and "/service/" not in backend.url:
-        return None
-    return f"has no effect: {backend.url} names no pods with labels"
-
-
 WEIGHTS = unless(looks_at_weights, lambda config: f"fairness {config.scheduling.fairness} looks at no weights")
 FAIRNESS_COST = unless(
     counts_cost,

@@ -13,7 +13,7 @@ from llmproxy.config.schema.section import Section
 
 FILE_ONLY = frozenset(
     {
-        *("plugins", "bands", "models", "objectives", "replica_groups", "tenants", "queue.band_max_wait_s"),
+        *("plugins", "bands", "models", "objectives", "tenants", "queue.band_max_wait_s"),
         *("scheduling.ceilings", "scheduling.min_shares", "scheduling.weights"),
     }
 )

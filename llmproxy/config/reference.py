@@ -20,7 +20,6 @@ SAMPLE = {
     "backends": [{"url": "http://localhost:8000"}],
     "models": [{"name": "my-model"}],
     "objectives": [{"name": "interactive", "criticality": "critical", "ttft_s": 0.5}],
-    "replica_groups": [{"name": "spot"}],
     "tenants": [{"name": "acme", "keys": [{"hash": hash_of("acme"), "expires": "2027-01-31"}]}],
 }
 """Sample entries for lists that are empty by default, to show the keys of an entry."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from llmproxy.core.domain import IDLE, Role, Usage
-from llmproxy.core.scaling.groups import Group
 
 IDLE_CEILING = 0.01  # Under this ceiling, only a backend without any request takes a request of the band `idle`.
 BELOW_HIGHEST = 0.99  # Maximum ceiling of lower bands, as a share of the highest, to keep some KV cache free.
@@ -121,8 +120,6 @@ class ScalingSettings:
     target_tpot_s: float | None  # Target time per token; None: the mean objective of the requests.
     start_s: float | None  # Time until a new replica is ready; None: as observed.
     idle_s: float  # Time without a request after which no replica is needed.
-    # Groups of replicas, with cost and bounds. `speed` and `up` keep their defaults.
-    groups: tuple[Group, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,6 @@ class BackendStatus:
     state: str  # Administrative or health state.
     in_flight: int
     since_s: float  # Time at which the backend joined or was last drained or undrained, on the loop's clock.
-    group: str | None = None  # The group of replicas that an autoscaler scales together.
 
 
 @dataclass(frozen=True, slots=True)

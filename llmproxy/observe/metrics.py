@@ -188,18 +188,14 @@ def _scale(needs: Mapping[str, Need]) -> Iterator[GaugeMetricFamily]:
         yield _gauge(name, text, "pool", ((pool, value_of(need)) for pool, need in needs.items()))
     term_text = "Replicas that each part of the work alone would need."
     terms = GaugeMetricFamily("llmproxy_scale_term_replicas", term_text, labels=["pool", "term"])
-    group_text = "Replicas of a group that the pool should have, not rounded."
-    groups = GaugeMetricFamily("llmproxy_scale_group_need_replicas", group_text, labels=["pool", "group"])
     role_text = "Replicas of a role that the pool should have, not rounded, if it has roles."
     roles = GaugeMetricFamily("llmproxy_scale_role_need_replicas", role_text, labels=["pool", "role"])
     for pool, need in needs.items():
         for term, replicas in need.terms.items():
             terms.add_metric([pool, term], replicas)
-        for group, of_group in need.groups.items():
-            groups.add_metric([pool, group], of_group.need)
         for role, of_role in need.roles.items():
             roles.add_metric([pool, role], of_role.need)
-    yield from (terms, groups, roles)
+    yield from (terms, roles)
     capacity = ((pool, need.capacity.requests_per_s) for pool, need in needs.items() if need.capacity is not None)
     text = "Requests per second that a replica can serve, at the current mix of requests."
     yield _gauge("replica_capacity_requests_per_second", text, "pool", capacity)

@@ -82,10 +82,6 @@ def warned(tmp_path: Path, text: str) -> list[str]:
             "backends: [dns+http://a]\ndiscovery: {kubernetes_api: http://127.0.0.1:8001}",
             "2: discovery.kubernetes_api: the url of no backend begins with kubernetes+",
         ),
-        (
-            "backends:\n- url: kubernetes+http://service/a\n  group_label: x",
-            "3: backends[0].group_label: kubernetes+http://service/a names no pods with labels",
-        ),
     ],
 )
 def test_setting_without_effect_is_a_warning_with_its_line(tmp_path: Path, text: str, message: str) -> None:

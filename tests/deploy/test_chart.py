@@ -303,7 +303,7 @@ def test_work_of_two_proxies_adds_up_and_need_does_not() -> None:
         for scaled in (first, second)
     ]
     # Where nothing is known, the need is what there is: a sum of it would grow without end.
-    assert asked == [[("need", "max"), ("own", "sum")], [("groups.spot.need", "max")]]
+    assert asked == [[("need", "max"), ("own", "sum")], [("roles.prefill.need", "max")]]
 
 
 def test_members_of_a_cluster_all_say_the_need_of_the_whole() -> None:

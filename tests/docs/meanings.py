@@ -70,7 +70,6 @@ METRICS = {
     "llmproxy_scale_need_replicas": "Replicas that the load of the pool needs, neither rounded nor bounded.",
     "llmproxy_scale_estimate_valid": "1 if the need is an estimate. At 0 the need is the present number of replicas.",
     "llmproxy_scale_term_replicas": "Replicas that [one part of the load](../how-to/autoscaling.md#meaning-of-the-numbers) needs.",
-    "llmproxy_scale_group_need_replicas": "Replicas of a group that the pool needs, not rounded.",
     "llmproxy_scale_role_need_replicas": "Replicas of a role that the pool needs, not rounded.",
     "llmproxy_replica_capacity_requests_per_second": "Requests per second of a replica, with the present mix of requests.",
     "llmproxy_build_info": "Always 1. The version is in the label.",

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
 
 from llmproxy.core.domain import GrantReason, Outcome, Predicted, Slo, Trouble, Verdict
-from llmproxy.core.scaling.groups import GroupNeed
 from llmproxy.core.scaling.need import Capacity, Need, RoleNeed
 from llmproxy.gateway.http.errors import STATUS, error_fields
 from llmproxy.observe.exit import RequestExit
@@ -66,7 +65,7 @@ def live_state() -> LiveState:
     need = Need(
         desired=1, need=0.9, reason="work", sure=True, up=1, terms={"work": 0.9}, prefill=0.1, decode=0.8,
         capacity=Capacity(seats=4.0, prompt_s=0.1, output_s=0.2), waiting=0, waiting_s=0.0, start_s=120.0, own=0.9,
-        groups={"spot": GroupNeed(1, 0.9, 1, 1.0)}, roles={"decode": RoleNeed(1, 0.8, 1)},
+        roles={"decode": RoleNeed(1, 0.8, 1)},
     )  # fmt: skip
     return LiveState(
         queues=(QueueState("default", 1, 1),), blocked={"limit": 1}, backends=(backend,), work_s={"m": 1.0},

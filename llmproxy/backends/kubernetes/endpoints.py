@@ -52,14 +52,15 @@ class Builder:
     port: str  # A number, a name, or "" for the only port.
     suffix: str = ""  # Appended to pod names, which are unique in their namespace only.
 
-    def backend(self, name: str, host: str, port: int, uid: str, *, ready: bool, **differs: object) -> Instance:
+    def backend(self, name: str, host: str, port: int, uid: str, *, ready: bool, role: str | None = None) -> Instance:
         """Returns a backend, named after its pod, or after its address if `name` is "".
 
-        `uid` identifies the process, and `differs` has settings that differ from the template. Raises ValueError for an
+        `uid` identifies the process. Without `role`, the backend has the role of the template. Raises ValueError for an
         invalid address or port.
         """
         address = host_port(host, port)
-        changed = {"name": name + self.suffix if name else address, "url": f"{self.scheme}://{address}", **differs}
+        changed = {"name": name + self.suffix if name else address, "url": f"{self.scheme}://{address}"}
+        changed["role"] = role or self.template.role
         return Instance.model_construct(**dict(self.template) | changed, uid=uid, ready=ready)
 
     def choose_port(self, ports: Iterable[tuple[str, int]]) -> int:
@@ -176,12 +177,10 @@ def pool_backends(
 
 
 def _backend(builder: Builder, pod: Pod, port: int, name: str | None = None) -> Instance:
-    labels, template = pod.metadata.labels or {}, builder.template
+    role = ROLES.get((pod.metadata.labels or {}).get(ROLE_LABEL, ""))
     ready = any(one.type == "Ready" and one.status == "True" for one in pod.status.conditions or ())
-    role = ROLES.get(labels.get(ROLE_LABEL, ""), template.role)
-    group = labels.get(template.group_label or "", template.group)
     return builder.backend(
-        name or pod.metadata.name, pod.status.pod_ip or "", port, pod.metadata.uid, ready=ready, role=role, group=group
+        name or pod.metadata.name, pod.status.pod_ip or "", port, pod.metadata.uid, ready=ready, role=role
     )  # fmt: skip
 
 

@@ -42,7 +42,7 @@ class BackendTlsConfig(Section):
     """Accept any certificate. Anyone on the path can then read and answer requests."""
 
 
-OF_ENGINES = ("role", "prompt_tokens", "group", "group_label", "forward_priority")
+OF_ENGINES = ("role", "prompt_tokens", "forward_priority")
 """Keys without a meaning for an external backend."""
 EXTERNAL_IN_FLIGHT = 32
 
@@ -90,11 +90,6 @@ class BackendConfig(Section):
     )
     """Preferred prompt lengths in tokens: [from, to]. Other prompts are sent to this backend only if other backends are
     much slower. null: any."""
-    group: Name | None = None
-    """Group of equal replicas that scale as one (replica_groups)."""
-    group_label: Annotated[Name | None, idle.Rule(idle.names_labels)] = Field(default=None, examples=["pool"])
-    """Label of pods: its value is the group of the pod's backend. Pods without the label are in `group`. null: no
-    label."""
     role: Annotated[str, one_of(tuple(Role)), idle.Rule(idle.both_roles)] = "both"
     """Stages of requests that the server computes: both, prefill (prompts, for other servers) or decode (answers)."""
     api_key: ApiKey | None = Field(default=None, repr=False)
@@ -237,26 +232,6 @@ class PollConfig(Section):
     """Age from which the last scrape of a backend is ignored."""
 
 
-def _not_below_min(value: int | None, info: ValidationInfo) -> int | None:
-    least = info.data.get("min", 0)
-    if value is not None and value < least:
-        raise ValueError(f"{value} should not be below min, which is {least}")
-    return value
-
-
-class ReplicaGroupConfig(Section):
-    name: Name = Field(examples=["spot"])
-    """Name of the group, to which backends[].group refers."""
-    cost: Annotated[Number, Field(gt=0)] = 1.0
-    """Price of a replica, in any unit. Groups with the most work for their cost are filled first."""
-    min: Annotated[Integer, Field(ge=0)] = 0
-    """Fewest replicas of the group."""
-    max: Annotated[Integer, Field(ge=1)] | None = None
-    """Most replicas of the group. null: no limit."""
-
-    _above_min = field_validator("max")(_not_below_min)
-
-
 class ScalingConfig(Section):
     pools: Names = Field(default=(), examples=[["llama-3.1-8b"]])
     """Base models that may have no replica: requests are held for queue.no_backend_wait_s and ask for a replica."""
@@ -278,4 +253,10 @@ class ScalingConfig(Section):
     idle_s: Seconds = 900.0
     """Time without requests after which a pool needs no replica, if `min` is 0."""
 
-    _above_min = field_validator("max")(_not_below_min)
+    @field_validator("max")
+    @classmethod
+    def _not_below_min(cls, value: int | None, info: ValidationInfo) -> int | None:
+        least = info.data.get("min", 0)
+        if value is not None and value < least:
+            raise ValueError(f"{value} should not be below min, which is {least}")
+        return value

@@ -17,7 +17,7 @@ up.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from math import ceil, inf, sqrt
 
 from msgspec import Struct
@@ -25,7 +25,6 @@ from msgspec import Struct
 from llmproxy.core.backends.batch_limit import UNPUBLISHED
 from llmproxy.core.domain import Learned, Role
 from llmproxy.core.scaling.curve import StepCurve, StepLine
-from llmproxy.core.scaling.groups import GroupNeed
 from llmproxy.core.scaling.mix import LONG_S, NO_TOKENS, SHORT_S, TREND_S, Mix, Sizes, Tokens, total_requests
 from llmproxy.core.settings import ScalingSettings
 
@@ -51,7 +50,6 @@ class ReplicaFacts(Struct, frozen=True):
     pace: float = 1.0  # Speed relative to the usual replica.
     role: Role = Role.BOTH
     full: bool = False  # Whether the replica has no room for another request of `from_band` or above.
-    backend: str = ""
 
 
 class Demand(Struct, frozen=True):
@@ -72,7 +70,6 @@ class Capacity(Struct, frozen=True):
     seats: float  # Maximum number of sequences at once.
     prompt_s: float  # Replica-seconds of a request's prompt.
     output_s: float  # Replica-seconds of a request's answer.
-    speeds: Mapping[str, float] = {}  # Backend -> speed relative to the usual replica.
 
     @property
     def request_s(self) -> float:
@@ -108,7 +105,6 @@ class Need(Struct, frozen=True):
     start_s: float  # Seconds until a new replica serves.
     # The need of this proxy's own requests, 0 if unknown. The sum over several proxies is the need of all.
     own: float = 0.0
-    groups: dict[str, GroupNeed] = {}
     roles: dict[str, RoleNeed] = {}
 
 
@@ -139,20 +135,15 @@ def replica_capacity(
         most = _largest_batch(tpot_s, line, prompt_s, tokens, max(places))
         places = [min(one, most) for one in places]
     none_up = not any(one.up for one in replicas)
-    rates, counted, seats, rate, prompts = [], 0, 0.0, 0.0, 0.0
+    counted, seats, rate, prompts = 0, 0.0, 0.0, 0.0
     for one, own in zip(replicas, places, strict=True):
-        own_s = prompt_s + tokens * line.at(own) / own
-        rates.append(one.pace / own_s)
         if one.up or none_up:
+            own_s = prompt_s + tokens * line.at(own) / own
             counted += 1
             seats += own
-            rate += rates[-1]
+            rate += one.pace / own_s
             prompts += prompt_s / own_s
-    usual = rate / counted
-    return Capacity(
-        seats / counted, prompts / rate, (counted - prompts) / rate,
-        {one.backend: own / usual for one, own in zip(replicas, rates, strict=True)},
-    )  # fmt: skip
+    return Capacity(seats / counted, prompts / rate, (counted - prompts) / rate)
 
 
 def _largest_batch(tpot_s: float, line: StepLine, prompt_s: float, tokens: float, most: float) -> float:

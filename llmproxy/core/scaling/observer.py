@@ -324,5 +324,4 @@ def replica_facts(backend: Backend, view: View, pace: BackendPace | None, ceilin
         1.0 if pace is None else 2.0 / max(0.1, pace.prefill_factor + pace.step_factor),
         view.role,
         not view.has_room(ceiling),
-        view.backend,
     )

@@ -11,10 +11,8 @@ from math import isfinite
 from typing import Any
 
 from aiohttp import web
-from msgspec.structs import replace
 
 from llmproxy.core.pools import Pools
-from llmproxy.core.scaling.groups import Group, spread, unchanged
 from llmproxy.core.scaling.need import Need
 from llmproxy.core.snapshot import EXTERNAL, BackendStatus
 from llmproxy.gateway.admin.debug import page_response, refusal
@@ -48,48 +46,9 @@ class ScalePages:
             needs = self._pools.needs(now)
             if not self._known and not any(need.waiting for need in needs.values()):
                 return {}
-            groups = self._groups(needs)
-            self._needs = {
-                pool: replace(need, groups=(spread(need.need, groups[pool]) if need.sure else unchanged(groups[pool])))
-                if pool in groups
-                else need
-                for pool, need in needs.items()
-            }
+            self._needs = needs
             self._needs_at_s = now
         return self._needs
-
-    def _groups(self, needs: Mapping[str, Need]) -> dict[str, list[Group]]:
-        """Returns the groups of each pool whose backends have groups.
-
-        Every pool in `scaling.pools` has all configured groups, also without backends.
-        """
-        settings = self._pools.settings.scaling
-        configured = {one.name: one for one in settings.groups}
-        speeds: dict[str, dict[str, list[float]]] = {}
-        up: Counter[tuple[str, str]] = Counter()
-        for status in self._statuses():
-            pool = self._pools.pool_of(status.name)
-            if pool is None or status.group is None:
-                continue
-            known = speeds.setdefault(pool, {}).setdefault(status.group, [])
-            up[pool, status.group] += status.state == "up"
-            capacity = needs[pool].capacity
-            if capacity is not None:
-                known.append(capacity.speeds[status.name])
-        for pool in settings.pools if configured else ():
-            for group in configured:
-                speeds.setdefault(pool, {}).setdefault(group, [])
-        return {
-            pool: [
-                replace(
-                    configured.get(name, Group(name)),
-                    speed=sum(known) / len(known) if known else 1.0,
-                    up=up[pool, name],
-                )
-                for name, known in groups.items()
-            ]
-            for pool, groups in speeds.items()
-        }
 
     def page(self, path: str) -> Callable[[web.BaseRequest], web.Response] | None:
         """Returns the handler of a path; None if this class does not serve the path."""
@@ -163,10 +122,6 @@ def shown(pool: str, need: Need, states: Mapping[str, int], *, named: bool) -> d
         },
         "start_s": round(need.start_s, 1),
         "waiting": {"requests": need.waiting, "seconds": round(need.waiting_s, 3)},
-        "groups": {
-            name: {"desired": one.desired, "need": round(one.need, 3), "up": one.up, "cost": one.cost}
-            for name, one in need.groups.items()
-        },
         "roles": {
             name: {"desired": one.desired, "need": round(one.need, 3), "up": one.up} for name, one in need.roles.items()
         },

@@ -163,8 +163,6 @@ WAITING = Board(
                (gauge("scale_estimate_valid", HERE, "pool", "max"), "{{pool}} estimate valid"))),
         Panel("Why so many replicas", "Replicas that each part of the work would need alone.",
               ((gauge("scale_term_replicas", HERE, "pool, term", "max"), "{{pool}} {{term}}"),)),
-        Panel("Replicas needed by group", "Replicas needed by group of replicas, the cheapest work first.",
-              ((gauge("scale_group_need_replicas", HERE, "pool, group", "max"), "{{pool}} {{group}}"),)),
         Panel("Replicas needed by role", "Replicas needed for prompts and for answers, in pools with roles.",
               ((gauge("scale_role_need_replicas", HERE, "pool, role", "max"), "{{pool}} {{role}}"),)),
         Panel("Start of replicas", "Time from the discovery of a new backend until it serves.",

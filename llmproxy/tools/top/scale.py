@@ -34,10 +34,8 @@ def scale(found: dict[str, Any]) -> RenderableType:
         if not pools:
             return Text("No pool is known yet.")
         parts: list[RenderableType] = [_pools(pools), Text(), _terms(pools)]
-        if any(pool["groups"] for pool in pools):
-            parts += [Text(), _parts(pools, "group", "cost")]
         if any(pool["roles"] for pool in pools):
-            parts += [Text(), _parts(pools, "role")]
+            parts += [Text(), _roles(pools)]
         return Group(*parts)
     except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise AskError(f"this is not the scale of this version of llmproxy: {error!r}") from None
@@ -70,19 +68,14 @@ def _terms(pools: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _parts(pools: list[dict[str, Any]], kind: str, *more: str) -> Table:
-    """Returns a table of the replicas of each group or role (`kind`) of all pools.
-
-    `more` are the fields for the last columns.
-    """
-    table = _table(kind, "pool", "up", "needs", "wants", *more)
+def _roles(pools: list[dict[str, Any]]) -> Table:
+    """Returns a table of the replicas of each role of all pools."""
+    table = _table("role", "pool", "up", "needs", "wants")
     for pool in pools:
-        for name, one in pool[f"{kind}s"].items():
+        for name, one in pool["roles"].items():
             wants = Text(f"{one['desired']:,}", "" if one["desired"] == one["up"] else "bold yellow")
-            table.add_row(
-                Text(printable(name)), Text(printable(pool["pool"])), f"{one['up']:,}", f"{one['need']:.2f}", wants,
-                *(f"{one[field]:g}" for field in more),
-            )  # fmt: skip
+            role, of = Text(printable(name)), Text(printable(pool["pool"]))
+            table.add_row(role, of, f"{one['up']:,}", f"{one['need']:.2f}", wants)
     return table
 
 

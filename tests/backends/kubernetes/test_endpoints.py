@@ -173,12 +173,6 @@ def test_role_comes_from_the_label(label: str | None, role: str | None) -> None:
     assert [one.role for one in pods(builder(SELECTED), pod("a", labels=labels))] == ([] if role is None else [role])
 
 
-def test_a_label_says_the_group() -> None:
-    where = builder(SELECTED, group="rest", group_label="tier")
-    found = pods(where, pod("a", labels={"tier": "spot"}), pod("b", "10.0.0.2"))
-    assert [one.group for one in found] == ["spot", "rest"]
-
-
 def test_a_port_that_no_container_declares_must_be_given_as_a_number() -> None:
     bare = pod("a", "10.0.0.1", ports={})
     assert shown(pods(builder(f"{SELECTED}:8000"), bare)) == {"a": ("10.0.0.1:8000", True)}

@@ -57,8 +57,6 @@ def test_unequal_replicas_count_by_their_own_seats() -> None:
     assert capacity is not None
     assert need.need > 3.0
     assert 3.0 * capacity.requests_per_s == pytest.approx(completed_per_s, rel=0.1)
-    assert sum(capacity.speeds.values()) == pytest.approx(3.0)
-    assert capacity.speeds["e2"] > 2.5 * capacity.speeds["e1"] > 3.5 * capacity.speeds["e0"]
 
 
 @pytest.mark.sampled(4)

@@ -306,7 +306,7 @@ async def test_backends_are_listed_for_clients_with_the_key(tmp_path: Path) -> N
         assert shown["since_s"] >= 0.0
         del shown["since_s"]
         url = proxy.replicas[0].url
-        expected = {"backend": "b0", "url": url, "role": "both", "group": None, "source": "config"}
+        expected = {"backend": "b0", "url": url, "role": "both", "source": "config"}
         assert shown == {**expected, "state": "up", "in_flight": 0}
         assert (await proxy.post("/admin/backends/b9/drain", None, headers=ADMIN)).status == 404
         assert (await proxy.get("/admin/backends")).status == 401

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
 
-from llmproxy.lab.simulator.replica import Replica
 from tests.e2e.proxies import FAST, HELLO, STREAM, serving, until
 
 LONG = STREAM | {"max_tokens": 60, "ignore_eos": True}
@@ -42,35 +40,10 @@ async def test_page_has_the_number_of_replicas_that_the_work_needs(monkeypatch: 
         )
 
 
-@pytest.mark.slow
-async def test_groups_share_the_need_by_price(monkeypatch: pytest.MonkeyPatch) -> None:
-    groups = [{"name": "spot", "cost": 1.0, "max": 1}, {"name": "reserved", "cost": 3.0}]
-    async with AsyncExitStack() as stack:
-        replicas = [await stack.enter_async_context(Replica(FAST)) for _ in range(2)]
-        named = [{"url": one.url, "group": group} for one, group in zip(replicas, ("spot", "reserved"), strict=True)]
-        proxy = await stack.enter_async_context(serving(backends=named, replica_groups=groups, scaling={"min": 2}))
-        found = (await proxy.get("/scale/base")).json
-        # Nothing is known yet: as many as there are.
-        assert {name: (one["desired"], one["up"]) for name, one in found["groups"].items()} == {
-            "reserved": (1, 1), "spot": (1, 1),
-        }  # fmt: skip
-        await asyncio.gather(*(proxy.chat(LONG) for _ in range(40)))
-        # The page and the metric must be of the same moment, because the need falls without requests.
-        later_s = asyncio.get_running_loop().time() + 2.0
-        monkeypatch.setattr(proxy.app.scale, "_clock", lambda: later_s)
-        found = (await proxy.get("/scale/base")).json
-        assert found["sure"]
-        need = found["need"]
-        assert found["groups"]["spot"]["need"] == pytest.approx(min(1.0, need), abs=0.01)
-        assert proxy.metric("llmproxy_scale_group_need_replicas", pool="base", group="spot") == pytest.approx(
-            min(1.0, need), abs=0.01
-        )
-
-
-async def test_a_pool_without_groups_and_roles_has_none() -> None:
+async def test_a_pool_without_roles_has_none() -> None:
     async with serving(FAST) as proxy:
         found = (await proxy.get("/scale/base")).json
-        assert (found["groups"], found["roles"]) == ({}, {})
+        assert found["roles"] == {}
 
 
 async def test_unknown_pool_is_404_and_unknown_need_503() -> None:

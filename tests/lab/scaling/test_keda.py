@@ -17,8 +17,7 @@ import yaml
 from msgspec import structs
 
 from llmproxy.config import Config
-from llmproxy.core.scaling.groups import Group, spread
-from llmproxy.core.scaling.need import Need
+from llmproxy.core.scaling.need import Need, RoleNeed
 from llmproxy.gateway.admin.debug import page_response
 from llmproxy.gateway.admin.scale import shown
 from llmproxy.lab.fleet.fleet_file import fleet_named
@@ -117,9 +116,8 @@ def test_the_manifest_reads_what_is_there(hour: Sequence[tuple[Look, int]]) -> N
     assert float(behaviour["scaleUp"]["tolerance"]) == FOLLOWING.tolerance
     need = hour[len(hour) // 2][0].need
     assert need is not None
-    groups = spread(need.need, [Group("spot", max=1), Group("reserved", cost=2.0)])
-    body = body_of(structs.replace(need, groups=groups))
-    assert milli_of(body, "groups.spot.need") == 1_000
+    body = body_of(structs.replace(need, roles={"prefill": RoleNeed(2, 1.5, 1)}))
+    assert milli_of(body, "roles.prefill.need") == 1_500
     assert milli_of(body, "terms.work") == int(round(need.terms["work"], 3) * 1_000)
     with pytest.raises(ValueError, match="must point to a number"):
         milli_of(body, "reason.text")

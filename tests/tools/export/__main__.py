@@ -25,7 +25,6 @@ EMPTY = {
     "Tokens by tenant": "the demo has no tenants with keys",
     "Share by tenant": "the demo has no tenants with keys",
     "Looks at sources of backends": "all backends are configured",
-    "Replicas needed by group": "no groups are configured",
     "Start of replicas": "all replicas are there when the demo begins",
     "Prefill and decode apart": "no replica of the demo has a role",
     "Stages of split requests": "no replica of the demo has a role",

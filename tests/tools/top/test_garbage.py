@@ -28,7 +28,6 @@ SCALE: dict[str, Any] = {
             "pool": "org/model[v2]", "desired": 2, "need": 1.2, "reason": "work", "sure": True, "replicas": {"up": 1},
             "terms": TERMS, "prefill": 0.1, "decode": 0.2, "waiting": {"requests": 1, "seconds": 1.0},
             "replica": {"requests_per_s": 1.0, "seats": 1.0},
-            "groups": {"spot": {"desired": 1, "need": 0.5, "up": 0, "cost": 1.0}},
             "roles": {"prefill": {"desired": 1, "need": 0.5, "up": 0}},
         }
     ]
@@ -85,4 +84,4 @@ def test_any_wrong_value_is_drawn_or_refused(kind: str) -> None:
 
 
 def test_the_name_of_a_pool_is_no_markup() -> None:
-    assert drawn(scale(SCALE)).count("org/model[v2]") == 4
+    assert drawn(scale(SCALE)).count("org/model[v2]") == 3
