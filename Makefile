@@ -152,7 +152,7 @@ bench: .venv
 live: .venv
 	$(BIN)/python -m benchmarks.small_fleets $(LIVE)
 
-# The workloads under every policy in virtual time: four to five minutes on two free cores, and the decisive points
+# The workloads under the policies that they name, in virtual time: four to five minutes on two free cores, and the decisive points
 # with intervals, an hour or more.
 lab: .venv
 	$(BIN)/python -m benchmarks.lab.scenarios.run

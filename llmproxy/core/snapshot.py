@@ -87,7 +87,7 @@ class BandSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class BackendSnapshot:
-    """The free slots of a backend, for each band."""
+    """The state of a backend, and the bands whose requests it would accept now."""
 
     view: View
     room_for: tuple[int, ...]  # Bands whose requests the backend would accept now.

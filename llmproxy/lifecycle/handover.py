@@ -2,7 +2,8 @@
 
 On SIGUSR2 this process starts the same command again with its listening sockets, and continues to serve. The successor
 loads its configuration, polls its backends, accepts on the same sockets, and then writes a byte to a pipe. Only then
-this process stops accepting and serves its open connections to the end, as nginx and Envoy do.
+this process stops accepting and serves its open connections to the end, as nginx and Envoy do. A member of a cluster
+ignores SIGUSR2.
 """
 
 from __future__ import annotations

@@ -219,7 +219,7 @@ class LeaseGranted(Answer, frozen=True, tag=22):
 
 
 class CallRefused(Answer, frozen=True, tag=23):
-    """The answer to a failed call of any kind: the fields of the `Refused` that was raised."""
+    """The answer to a call that failed: the fields of the raised `Refused`, or the outcome INTERNAL after a bug."""
 
     call: int
     outcome: Outcome

@@ -28,7 +28,7 @@ class LongestLoad:
         self._seen = 0
 
     def explained_s(self, loads: int) -> float:
-        """Returns the longest normal silence of a backend during `loads` delays of this kind, at most MOST_S."""
+        """Returns how long a backend may normally be silent while this many loads follow each other, at most MOST_S."""
         return min(MOST_S, LATE * self.load_s * loads)
 
     def learn(self, took_s: float, sure: bool) -> None:

@@ -29,7 +29,10 @@ REFUSALS = {
 
 @dataclass(frozen=True, slots=True)
 class Ejected:
-    """Event: the backend gets no requests for at most `pause_s` seconds. Then a single request probes it."""
+    """Event: the backend gets no requests for `pause_s` seconds, and none before it answers polls again.
+
+    Then a single request probes it. The pause may be shortened. A restarted process needs no probe.
+    """
 
     why: str
     pause_s: float

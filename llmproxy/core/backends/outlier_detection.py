@@ -121,7 +121,7 @@ class OutlierDetection:
             self._first_byte(lease, stream, now)
 
     def started(self, lease: int, now: float) -> None:
-        """Notes the first token, or the arrival of a non-streamed answer."""
+        """Notes the first token of a stream, or the first bytes of a non-streamed answer."""
         stream = self._streams.get(lease)
         if stream is None:
             return
@@ -291,7 +291,10 @@ class OutlierDetection:
                     loads.add(other, one.cold, now)
 
     def forget(self, backend: str) -> None:
-        """Removes a backend whose process is gone or replaced. Later ends of its streams are ignored."""
+        """Removes a backend that left, or whose process is gone or replaced.
+
+        Its open leases still teach the estimates of the pool, but no longer count for a backend of this name.
+        """
         self._backends.pop(backend, None)
 
     # --- the judgement -------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ class LearnedLine:
 
 
 class FirstToken(LearnedLine):
-    """Predicts, for one pool, the seconds from the grant to the first byte of an answer to x prompt tokens.
+    """Predicts, for one pool, the seconds from the grant to the first token of an answer to x prompt tokens.
 
     The time includes the wait inside the engine and the effect of the prefix cache at the current load.
     (`PoolRates.prefill` is only the computing time of uncached tokens.) The initial guess is 0, so that no request is

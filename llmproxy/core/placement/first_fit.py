@@ -22,7 +22,7 @@ INVERSION_LOOK_MAX = 64  # Requests of higher bands that are checked when a requ
 
 
 class Fit(Struct, frozen=True):
-    """A request, its backend, and the number of earlier requests that fit on no backend."""
+    """A request, its backend, and the number of earlier requests that were tried and fit on no backend."""
 
     queued: Queued
     placed: Placed

@@ -93,7 +93,7 @@ class _Window:
         self._totals: dict[int, list[float]] = {}
 
     def totals(self, slots: Mapping[int, Mapping[int, Count]], current: int) -> Mapping[int, Sequence[float]]:
-        """Maps size classes to [requests, prompt tokens], relative to the slot `current`."""
+        """Maps size classes to [requests, prompt tokens], summed over the window, as counted back from `current`."""
         if self._at is None or not 0 <= current - self._at < HISTORY_SLOTS:
             self._totals = {}
             self._add(slots, range(current - self._begin, current - self._end), 1.0)

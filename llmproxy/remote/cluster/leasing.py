@@ -217,9 +217,10 @@ class Dialer:
         self.failure: tuple[str, str] | None = None  # Holder and reason of the last failed attempt.
 
     def dial(self, leadership: Leadership) -> None:
-        """Begins to connect to this leader, unless an attempt is under way. Cancels an attempt to another leader.
+        """Begins to connect to this leader, and cancels an attempt to another leader.
 
-        When the leader has sent its Welcome, `handle` gets it. A failed attempt is logged and not repeated.
+        Does nothing if an attempt to this leader is under way. When the leader has sent its Welcome, `handle` gets it.
+        A failed attempt is not repeated. It is logged, unless the last failure had the same leader and reason.
         """
         if self._attempt is not None and not self._attempt.done():
             if self._to == leadership:
