@@ -24,6 +24,7 @@ from llmproxy.core.queueing.queue import Queued
 from llmproxy.core.queueing.usage_limits import UsageLimits
 from llmproxy.core.queueing.waiting_room import WaitingRoom
 
+LOOK_AGAIN = 8  # In a pass, one step of so many may try a request again that waits for a chosen backend.
 PASS_MAX = 64  # Maximum number of steps of a pass, so that a mass release never blocks the event loop.
 PASS_LEAST = 8  # Steps of a pass at least, with many backends.
 PASS_PRICES = 512  # Steps of a pass times backends, if that allows PASS_LEAST steps.
@@ -66,7 +67,7 @@ class Pass(Struct):
             band = self.parts.room.bands[level]
             if not band.size and not self.parts.room.blocked.size:
                 continue
-            unmatched = Unmatched(retries=self.retries)
+            unmatched = Unmatched(looks=self.most // LOOK_AGAIN, retries=self.retries)
             # A readmitted request may belong to a lower band that is owed its minimum share.
             while band.size or (self.parts.room.blocked.size and self._readmit(level)):
                 if self.steps >= self.most or (self.parts.min_shares.shares and not self._grant_guaranteed()):
@@ -153,12 +154,8 @@ class Pass(Struct):
             else:
                 # Blocked requests may be readmitted in this pass, and use the room that a higher band declined.
                 patient = len(self.parts.room.waiting) == 1 or not self.parts.room.any_below(level)
-                if self.parts.room.claims.by_backend and patient and not unmatched.closed:
-                    unmatched.closed = self._closed(level, views, ceiling)
                 found = first_fit(band, placement, views, ceiling, limits, unmatched, self.now, patient=patient)
             if isinstance(found, Later):
-                # The number of free slots only falls during a pass.
-                unmatched.closed.add(found.found.later)
                 band.wait_for(found.queued, found.found)
             elif isinstance(found, Limited):
                 # A usage limit of the request is full, so it leaves the flow until the limit has room.
@@ -171,18 +168,6 @@ class Pass(Struct):
         if not isinstance(found, Fit):
             return found
         return self._book(found, guaranteed)
-
-    def _closed(self, level: int, views: Sequence[View], ceiling: float) -> set[str]:
-        """Returns the backends without room for a band that requests wait for.
-
-        Returns none if a backend needs a probe, because any request may be the probe.
-        """
-        claimed = self.parts.room.claims.by_backend
-        if any(view.probed for view in views):
-            return set()
-        waited_for = [view for view in views if view.available and view.backend in claimed]
-        ready = self.parts.placement.ready(waited_for, level, ceiling, self.now)
-        return {view.backend for view in waited_for} - {view.backend for view in ready}
 
     def _book(self, found: Fit, guaranteed: bool) -> Grant:
         """Books a lease for a request on the backend that was chosen, and adds the Grant to `decisions`."""

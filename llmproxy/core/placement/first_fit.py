@@ -51,6 +51,7 @@ class Unmatched(Struct):
 
     # (Model, excluded backends) -> requests with this many context tokens or more have no match.
     from_tokens: dict[tuple[str, frozenset[str]], int] = {}
+    looks: int = 0  # How many more requests that wait for a chosen backend are tried again.
     closed: set[str] = set()  # Backends without room that requests wait for.
     # Requests without a match that failed on other backends before.
     retries: list[Queued] = []
@@ -87,7 +88,8 @@ def first_fit(
 
     Returns Limited if the next request waits for a usage limit or for its only backend, and Later if it should wait for
     a backend without room. Returns NoCapacity if no backend has a free slot for the band. Requests that match no
-    backend are added to `unmatched`. If `patient`, requests that wait for a backend in `unmatched.closed` are omitted.
+    backend are added to `unmatched`. Of the requests that wait for such a backend already, `unmatched.looks` are tried
+    again.
 
     Each request is tried on: 1. a backend that needs a probe, if `patient`; 2. backends without requests waiting in the
     engine, for a band above `default`; 3. backends that need no probe and have not used up their share in slow start;
@@ -104,8 +106,7 @@ def first_fit(
         trials = trials or view.probed
     if trials:
         ready = [replace(view, available=False) if view.probed else view for view in ready]
-    closed = unmatched.closed if patient else NONE_CLOSED
-    lines = band.lines(now, closed)
+    lines = band.lines(now, unmatched.closed if patient and not unmatched.looks else NONE_CLOSED)
     try:
         for line in lines:
             if unmatched.from_tokens and unmatched.covers_all(band):
@@ -113,7 +114,7 @@ def first_fit(
                 break
             # A head that fits nowhere must not block its flow while lower bands are served.
             for queued in line:
-                if queued.later in closed:
+                if queued.later and patient and not unmatched.looks and queued.later in unmatched.closed:
                     continue
                 if queued.request.limits and (blocked := limited(queued, limits)) is not None:
                     return blocked
@@ -140,7 +141,13 @@ def first_fit(
                 if isinstance(placed, NoCapacity):
                     return placed
                 if placed.later:
-                    return Later(queued, placed)
+                    unmatched.closed.add(placed.later)
+                    if queued.later and unmatched.looks:
+                        unmatched.looks -= 1
+                    if queued.later != placed.later:
+                        return Later(queued, placed)
+                    passed_over += 1
+                    continue
                 unmatched.add(queued, placed)
                 passed_over += 1
     finally:

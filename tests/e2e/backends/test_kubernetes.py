@@ -62,6 +62,7 @@ async def test_a_pod_gets_requests_from_when_it_is_ready_until_it_terminates() -
         await until(lambda: states(proxy).get("vllm-1") == "starting")
         await until(lambda: proxy.app.pools.pool_of("vllm-1") == "base")
         assert {(await proxy.chat()).backend for _ in range(8)} == {"vllm-0"}
+        assert (await proxy.get("/scale/base")).json["replicas"]["starting"] == 1, "the polls of the start are over"
         # A pod that still loads its model has listed none; it is in the pool of all others.
         api.put("pods", pod("vllm-2", "127.0.0.1", ready=False, labels=LABELS, ports={"http": 1}))
         await until(lambda: states(proxy).get("vllm-2") == "starting")

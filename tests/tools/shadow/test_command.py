@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 import trustme
 from aiohttp import web
-from aiohttp.test_utils import TestServer
+from aiohttp.test_utils import BaseTestServer, TestServer
 from typer.testing import CliRunner
 
 from llmproxy.cli import commands as cli
@@ -89,8 +89,8 @@ async def test_from_start_to_end(tmp_path: Path, tls: bool) -> None:
 
 
 async def served(
-    router: TestServer,
-    replica: TestServer,
+    router: BaseTestServer,
+    replica: BaseTestServer,
     out: Path,
     said: list[str],
     stop: asyncio.Event,
