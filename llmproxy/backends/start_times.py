@@ -12,9 +12,9 @@ LEAST_S = 2.0  # A start that took less time is not counted: the backend was run
 
 
 class StartTimes(BackendObserver):
-    """Reports the start time of each new backend to the scaling of its pool, and to `on_start` (pool, seconds).
+    """Reports how long each new backend took to start to the scaling of its pool, and to `on_start` (pool, seconds).
 
-    A backend that answers its first poll was already running, so its start time is unknown.
+    A backend that answers its first poll was already running, so it is not measured.
     """
 
     def __init__(self, pools: Pools, clock: Callable[[], float], on_start: Callable[[str, float], None]) -> None:

@@ -430,8 +430,8 @@ def simulate(**given: Any) -> None:
     """Replay a trace against the production scheduler and simulated vLLM servers, in virtual time, without a GPU.
 
     Policies are ours (cost, late_least_request, ...), baselines written after other routers (random, round_robin,
-    least_request, power_of_two, cache_aware, epp_blend, epp_sticky, dynamo_cost, session), and an oracle. Parameters
-    may follow a name: "cost(look_ahead=0,fairness=fcfs)".
+    least_request, power_of_two, cache_aware, epp_blend, epp_sticky, dynamo_cost, session, ...), and an oracle.
+    Parameters may follow a name: "cost(look_ahead=0,fairness=fcfs)".
     """
     from llmproxy.lab.simulate import SimulateOptions, Unusable, simulate
 

@@ -299,7 +299,7 @@ class Config(Section):
         return self
 
     def __setstate__(self, state: dict[Any, Any]) -> None:
-        """Restores an unpickled configuration. First imports the plugins whose policies it names."""
+        """Restores an unpickled configuration, and imports all its plugins, so that their policies exist here too."""
         super().__setstate__(state)
         for module in self.plugins:
             import_module(module)

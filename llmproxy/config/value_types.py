@@ -163,7 +163,9 @@ def backend_url(value: str) -> str:
     prefix = next((prefix for prefix in (DNS, SRV) if value.lower().startswith(prefix)), "")
     url = base_url(value[len(prefix) :])
     if prefix == DNS and url.startswith("https"):
-        raise ValueError(f"{value!r} leads to bare addresses, for which no certificate holds; use srv+https, or names")
+        raise ValueError(
+            f"{value!r} leads to addresses, but most certificates have only names; use srv+https, or names"
+        )
     if prefix == SRV and urlsplit(url).port is not None:
         raise ValueError(f"{value!r} should hold no port: SRV records bring their own")
     return prefix + url

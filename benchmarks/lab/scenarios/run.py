@@ -1,4 +1,4 @@
-"""The comparison of policies: W1 to W11, in virtual time.
+"""The comparison of policies: W1 to W9 and W11, in virtual time.
 
     make lab         # the quick set, one seed
     make lab-full    # all cases, five paired seeds, 95 % intervals

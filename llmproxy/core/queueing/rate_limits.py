@@ -64,7 +64,7 @@ class RateLimits:
         self.accounts[request.id] = _Account(tokens)
 
     def resume(self, request: Request) -> None:
-        """Expects the real tokens of a running request, which another process has charged."""
+        """Opens an account for a running request whose expected tokens another process has charged."""
         if request.limits:
             self.accounts.setdefault(request.id, _Account(expected(request)))
 

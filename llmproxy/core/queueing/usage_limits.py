@@ -51,7 +51,8 @@ class UsageLimits:
     def admit(self, request: Request, now: float) -> None:
         """Charges a new request and its expected tokens. Raises Refused (`rate_limited`).
 
-        A refused request costs nothing. Daily budgets come first, because a rate gives no request back.
+        A refused request costs nothing. Daily budgets are charged first, because their charge can be taken back if a
+        rate refuses the request. A rate cannot take its charge back.
         """
         if request.limits:
             self.days.admit(request, now)
@@ -106,7 +107,7 @@ class UsageLimits:
             self.days.used(request, used_tokens, now)
 
     def ended(self, request: Request, now: float) -> None:
-        """Refunds expected tokens that an ended request did not use."""
+        """Refunds the expected tokens that an ended request did not use, and counts it in its daily budgets."""
         self.end_between_stages(request.id)
         self.rates.ended(request, now)
         self.days.ended(request, now)

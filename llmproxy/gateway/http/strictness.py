@@ -30,7 +30,8 @@ _HOST = re.compile(r"([\w.~!$&'()*+,;=%-]*|\[[0-9a-fA-F:.]+\])(:\d{0,5})?", re.A
 
 
 def check(request: web.BaseRequest, head_bytes_max: int) -> None:
-    """Raises Failure if two HTTP servers may understand the request differently (400, 405, 417, 501, 505).
+    """Raises Failure if two HTTP servers may understand the request differently, or if it needs a feature that the
+    proxy does not have (400, 405, 417, 501, 505).
 
     Raises Failure (431) if the request line and the header fields have more than `head_bytes_max` bytes.
     """

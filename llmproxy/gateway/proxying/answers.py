@@ -89,8 +89,9 @@ class Answers:
         """Begins to capture the answer to `parsed`. Returns None if the answer is not needed.
 
         An answer is needed if another backend may continue its stream (`continues`), or if a later prompt can be
-        matched with it. With several choices or prompts, it is unknown which choice the client will send back. A chain
-        of token ids cannot continue with text, and a full chain cannot grow.
+        matched with it. No later prompt can if the request has several choices or prompts (it is unknown which choice
+        the client sends back), if its prompt is token ids (the answer is text), or if its prompt already has BLOCKS_MAX
+        hashes of blocks.
         """
         chain = parsed.chain
         if (

@@ -387,7 +387,7 @@ def _number(value: Any) -> int:
 
 
 def _count(value: Any) -> int | None:
-    """Returns `value` if it is a positive integer, else None. The engine reports invalid values."""
+    """Returns `value` if it is a positive integer, else None. An invalid value is refused by the engine, not here."""
     return value if type(value) is int and value > 0 else None
 
 

@@ -67,8 +67,8 @@ def blend(queue: float = 2.0, kv: float = 2.0, prefix: float = 3.0) -> Profile:
     """Returns a profile with queue-scorer, kv-cache-utilization-scorer and prefix-cache-scorer.
 
     The queue score is min-max normalized over the candidates, so a difference of one request weighs as much as a
-    difference of fifty. Queue and KV cache usage come from the last scrape, so all requests between two scrapes see the
-    same best backend.
+    difference of fifty. Queue and KV cache usage come from the last scrape, so between two scrapes only the cached
+    prefix tells requests apart.
     """
 
     def scored(candidates: Sequence[ScoringInput]) -> Scored:

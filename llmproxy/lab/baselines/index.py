@@ -81,7 +81,7 @@ class BlockIndex:
         return len(self._lists.get(backend, ()))
 
     def oldest(self, backend: str) -> float | None:
-        """Returns the number of the least recently used block of `backend`; None without blocks."""
+        """Returns the number that `insert` got for the least recently used block of `backend`; None without blocks."""
         held = self._lists.get(backend)
         return held[next(iter(held))] if held else None
 

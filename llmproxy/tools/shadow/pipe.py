@@ -1,7 +1,8 @@
-"""Passes the bytes of each client's connection on to its own connection to the router, and back.
+"""Opens a connection to the router for each connection of a client, and copies the bytes in both directions.
 
 Nothing is parsed on the way. Client and router see each other as they would without a shadow: framing, upgrades,
-half-closed connections, resets and slow readers included. A watcher gets a copy of the bytes after they were written.
+half-closed connections (not with TLS), resets and slow readers included. But the router sees the shadow's address, and
+an unreachable router becomes a 502. A watcher gets a copy of the bytes after they were written.
 """
 
 from __future__ import annotations
