@@ -68,8 +68,8 @@ class StreamRelay(ResponseRelay):
     """Relays the events of a stream. The lease gets reports of progress while the relay is registered in `reports`.
 
     The answer to the client begins with the first complete event; with `opening_events`, only after one event more than
-    this number. Until then, bytes are buffered, and comments are sent. If one of these events is an error, it is not
-    sent, so that another backend may be tried; `first` has the buffered bytes.
+    this number. The events before that are buffered (`first`), and comments are sent at once. An error among the
+    buffered events is not sent, so that another backend may be tried.
     """
 
     __slots__ = ("_lease", "_opening_events", "_reported_s", "_reports", "_tap", "first")

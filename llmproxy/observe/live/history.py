@@ -91,7 +91,7 @@ class History:
         return {name: column.seconds[at] for name, column in self._columns.items()} if self.last_s >= 0 else {}
 
     def read(self, prefixes: Iterable[str], span_s: int) -> Stretch:
-        """Returns the last `span_s` seconds of the columns with a value whose names begin with one of `prefixes`.
+        """Returns the last `span_s` seconds of each column that has a value there and a name with one of `prefixes`.
 
         Up to a span of SECONDS, each second has a value. In a longer span, each ten seconds have one value, and
         unfinished ten seconds are left out. Beyond READ_BYTES_MAX, columns with the smallest sums of the day are left
