@@ -32,9 +32,10 @@ class RequestExit(Routing, kw_only=True, omit_defaults=True):
     request_id: str
     method: str
     path: str  # Without the query.
-    model: str = UNKNOWN_MODEL  # The requested name, if the catalogue knows it.
+    # The requested name, if the catalogue knows it. For a name that a pattern covers, the pattern or its target.
+    model: str = UNKNOWN_MODEL
     unknown_model: str | None = None  # Beginning of a requested name that the catalogue does not know; never a label.
-    target: str | None = None  # Base model or adapter behind an alias; None if `model` is no alias.
+    target: str | None = None  # Base model or adapter behind an alias or pattern; None if it is `model`.
     adapter: str | None = None  # None for a base model.
     served_as: str | None = None  # The base model, whose usage limit counts the request too; None if it is `model`.
     tenant: str = ""  # "" without a tenant.
@@ -45,7 +46,7 @@ class RequestExit(Routing, kw_only=True, omit_defaults=True):
     level: int | None = None  # The band as an integer.
     flow: str | None = None
     weight: float = 1.0  # Fair-share weight of the flow.
-    max_wait_s: float | None = None  # Longest wait for a backend.
+    max_wait_s: float | None = None  # Longest allowed wait for a backend.
     slo: Slo | None = None
     unknown_objective: str | None = None  # Name in the objective header that is not configured.
     stream: bool = False

@@ -38,7 +38,7 @@ class Feed(NamedTuple):
 
 
 class Field(NamedTuple):
-    """A field of `RequestExit`, and its names in the log line and in the decision log, which omit it if it is None."""
+    """A field of `RequestExit`, and its names in the log line and in the decision log. Both omit a value of None."""
 
     source: str  # Path of the attribute in `RequestExit`.
     shape: Shape
@@ -223,7 +223,7 @@ def _compiled(begin: str, step: Callable[[int, Field], str]) -> Callable[[Reques
 exit_text: Callable[[RequestExit], str] = _compiled(
     '""', lambda _, field: f'made += f" {field.log}={{{field.shape.text}}}"'
 )
-"""Returns the fields of a log line as ` name=value`, where each value is one printable word."""
+"""Returns the fields of a log line as ` name=value`, where each value is a printable word or JSON string."""
 exit_fields: Callable[[RequestExit], dict[str, Any]] = _compiled(
     "{}", lambda number, field: f'made["{field.log}"] = ' + (f"json_{number}(value)" if field.shape.json else "value")
 )

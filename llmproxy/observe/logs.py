@@ -87,7 +87,7 @@ def configure(log_format: str, log_level: str, stream: TextIO | None = None) -> 
 def heard_by(listener: Listener) -> Iterator[None]:
     """Calls `listener` with each log line during the block.
 
-    Leaves out lines of single requests, and lines below level `info`.
+    Leaves out the lines of finished requests, and lines below level `info`.
     """
     _listeners.append(listener)
     try:
@@ -97,7 +97,7 @@ def heard_by(listener: Listener) -> Iterator[None]:
 
 
 def _heard_at(level: int, _logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
-    """Passes a line to the listeners, and drops it if it is below the level of the log."""
+    """Passes a line to the listeners, unless `heard_by` leaves it out. Drops a line below the level of the log."""
     if event["event"] != EXIT_EVENT and LEVELS.get(method, LEVELS["error"]) >= LEVELS["info"]:
         for listener in _listeners:
             listener(method, str(event["event"]), event)

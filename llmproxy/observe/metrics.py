@@ -1,7 +1,7 @@
 """All metrics of the proxy; `docs/reference/metrics.md` explains each.
 
-Most counters and histograms change when a request ends. Gauges are read from the dispatcher at a scrape, so that they
-never differ from its state.
+Most counters and histograms change when a request ends. Most gauges are computed from `LiveState` at a scrape, so that
+they agree with the state.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from llmproxy.observe.series import SeriesCollector
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 LABELS_MAX = 200
-"""The maximum number of values of the labels `model`, `tenant` and `limit`.
+"""The maximum number of values of the labels `model`, `tenant` and `limit`, and of `pool` in `replica_start_seconds`.
 
-Further values count as `other`, itself one of them.
+Further values count as `other`, which is one of these values.
 """
 
 OTHER = "other"
@@ -64,7 +64,7 @@ class BackendState:
     running: int | None = None
     waiting: int | None = None
     kv_used: float | None = None  # 0..1
-    reading_age_s: float | None = None  # Since the last scrape began, also if it is stale.
+    reading_age_s: float | None = None  # Since the last successful scrape began, also if its values are stale.
     ejected: bool = False
     down: bool = False
     pool: str = ""  # "" before the first model list.
@@ -78,7 +78,7 @@ class ClusterState:
     leads: bool  # Whether this member is the leader.
     led: bool  # Whether there is a leader that this member can ask.
     epoch: int  # The number of the leader's term.
-    members: int  # The members that the leader knows.
+    members: int  # The number of members that the leader knows.
     changes: int  # How often this member began to lead or to follow.
     gap_s: float | None  # The seconds without a leader before the current leader.
     lock_away: bool  # Whether the lock of the cluster does not answer.
@@ -86,10 +86,10 @@ class ClusterState:
 
 @dataclass(frozen=True, slots=True)
 class LiveState:
-    """The state from which all gauges are computed."""
+    """The state from which the gauges are computed at a scrape."""
 
     queues: tuple[QueueState, ...] = ()
-    blocked: Mapping[str, int] = field(default_factory=dict)  # Usage limit -> requests that it blocks.
+    blocked: Mapping[str, int] = field(default_factory=dict)  # Usage limit or backend -> requests that it blocks.
     backends: tuple[BackendState, ...] = ()
     buffered_body_bytes: int = 0
     work_s: Mapping[str, float] = field(default_factory=dict)  # Pool -> seconds of queued work.
@@ -117,7 +117,7 @@ _BACKEND_GAUGES: tuple[tuple[str, str, Callable[[BackendState], float | None]], 
 class _LiveCollector(Collector):
     """Exports the gauges. Also drops the series of removed backends: each new address would add some without end.
 
-    They are not dropped at the removal, because the records of the last requests come later.
+    The series are not dropped at the removal, because the records of the last requests come later.
     """
 
     def __init__(self, state: Callable[[], LiveState], series: SeriesCollector) -> None:
@@ -219,7 +219,7 @@ def _most(blocked: Mapping[str, int]) -> Iterator[tuple[str, int]]:
 
 
 class Capped:
-    """Limits a label to LABELS_MAX values. Returns a further value as `other`. The values in `known` always stay."""
+    """Limits a label to LABELS_MAX values. Returns `other` for further values. The values in `known` always stay."""
 
     def __init__(self, *known: str) -> None:
         self._known = {*known, OTHER}
@@ -250,15 +250,15 @@ _COUNTERS = (
     ("poll_failures_total", "backend reason", "Polls that failed."),
     ("adapter_changes_total", "backend action result", "Orders to backends to load or unload an adapter."),
     ("config_reloads_total", "result", "Times the configuration was read again."),
-    ("workers_lost_total", "", "Relay workers that died and were started again."),
+    ("workers_lost_total", "", "Relay workers that died."),
     ("discovery_lookups_total", "source result", "Lookups of sources of backends."),
     ("prediction_seconds_total", "backend time kind", "Sums of predicted and observed times."),
     ("predictions_covered_total", "backend time", "Times that did not exceed their predicted p90."),
 )
 """Name, labels and help of each counter. `exit_fields` defines how requests change it."""
 _HISTOGRAMS: tuple[tuple[str, str, str, tuple[float, ...]], ...] = (
-    ("queue_wait_seconds", "band", "From arrival to the last grant, or to leaving the queue.", WAIT_BUCKETS_S),
-    ("tenant_queue_wait_seconds", "tenant", "From arrival to the last grant, by tenant.", WAIT_BUCKETS_S),
+    ("queue_wait_seconds", "band", "Wait for a backend, over all attempts.", WAIT_BUCKETS_S),
+    ("tenant_queue_wait_seconds", "tenant", "Wait for a backend, over all attempts, by tenant.", WAIT_BUCKETS_S),
     ("time_to_first_token_seconds", "band model", "From arrival to the first body byte, streams only.", TTFT_BUCKETS_S),
     ("time_per_output_token_seconds", "band model", "Mean time per token after the first, completed streams only.",
      TOKEN_BUCKETS_S),
@@ -301,7 +301,7 @@ class Metrics:
         self.decided = distributions["decision_seconds"][()].observe
         self._starts, self._pool = distributions["replica_start_seconds"], Capped()
         self.record = exit_recorder({**self._counts, **distributions}, Capped(UNKNOWN_MODEL), Capped())
-        """Count one finished request. Called exactly once for each request."""
+        """Counts one finished request. Called exactly once for each request."""
         registry.register(series)
         # These are counters of the library, because the threads of the decision log and of the spans change them too.
         self._decisions_lost = Counter(

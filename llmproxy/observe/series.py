@@ -1,7 +1,7 @@
 """Fast counters and histograms for one thread, exported as metrics of prometheus_client.
 
-The metrics of prometheus_client take a lock for each addition and search their buckets from the first, half the cost of
-counting a request. Here, an addition changes a number in a dict. Scrapes must run on the same thread.
+The metrics of prometheus_client take a lock for each addition and search their buckets from the first, which would be
+half the cost of counting a request. Here, an addition changes a number in a dict. Scrapes must run on the same thread.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Converts values to text for people. Each text is a single printable word."""
+"""Converts values to printable text for people: a word, or a JSON string for a value with spaces."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _is_word = re.compile(r"[!#-<>-~]+").fullmatch
 
 
 def shown(value: object) -> str:
-    """Returns a value as one printable word, which can neither begin a new line nor control the terminal."""
+    """Returns a value as a printable word or JSON string. It can neither begin a new line nor control the terminal."""
     if isinstance(value, str):
         if _is_word(value):
             return value

@@ -20,7 +20,7 @@ BEGUN_FIELDS = TRACE_FIELDS | {"tracestate"}
 
 `tracestate` belongs to the client's trace.
 """
-RATIO = 0.1  # The default share of sampled traces, for traces that begin at this proxy.
+RATIO = 0.1  # The default of OTEL_TRACES_SAMPLER_ARG, a share of sampled traces.
 SAMPLERS: Mapping[str, tuple[bool, float | None]] = {
     "always_on": (False, 1.0),
     "always_off": (False, 0.0),

@@ -33,7 +33,7 @@ ENTRIES_MAX = 100_000
 """The maximum number of combinations of tenant, key and model in a day. Further models count under UNKNOWN_MODEL."""
 FILE_BYTES_MAX = 64 << 20
 CLOCK_ERROR_S = 7200.0
-"""A clock that is set back over midnight stays in its day. If it was wrong by more than this, another day begins."""
+"""A day continues if the clock is set back to at most this long before the day began. Otherwise another day begins."""
 Who = tuple[str, str]  # The tenant and the name of the key.
 
 _log = structlog.get_logger()
@@ -66,7 +66,7 @@ class Used(msgspec.Struct, omit_defaults=True):
 
 
 class Line(msgspec.Struct, omit_defaults=True):
-    """A line of a file: the use of a tenant by one key on one day."""
+    """A line of a file: the use of one key of a tenant on one day."""
 
     day: str
     tenant: str
@@ -127,7 +127,7 @@ class Usage:
         return tomorrow.timestamp() - now.timestamp()
 
     def record(self, ended: RequestExit) -> None:
-        """Counts a finished request that reached a backend."""
+        """Counts a finished request that was granted a backend."""
         if not ended.attempts:
             return
         if not self._day_began_s - CLOCK_ERROR_S <= self._clock() < self._day_ends_s:
@@ -216,7 +216,7 @@ class Usage:
     async def begin_day(self, days: DayBudgets) -> None:
         """Tells the budgets which day it is, and how much of them all processes have used today.
 
-        Does nothing if the budgets already have this day.
+        A further call on the same day corrects the end of the day, and can only raise the use.
         """
         await asyncio.to_thread(self.read_others)
         now = asyncio.get_running_loop().time()

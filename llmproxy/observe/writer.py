@@ -10,7 +10,7 @@ from threading import Event, RLock, Thread
 from typing import Generic, TypeVar
 
 WRITE_BYTES = PIPE_BUF
-"""The maximum bytes of one write of whole lines. The kernel does not mix such writes of several processes to a pipe."""
+"""The maximum bytes of a write of several lines. The kernel does not mix such writes of several processes to a pipe."""
 LINGER_S = 0.02
 """How long the thread gathers lines between two writes. The first line after a pause is written at once."""
 CLOSE_S = 5.0  # How long closing may wait for the disk.
@@ -21,8 +21,8 @@ Line = TypeVar("Line")
 class LineWriter(ABC, Generic[Line]):
     """Writes lines in order on a thread, which `start` starts.
 
-    If the waiting lines would exceed a total size of `size_max`, a line is dropped and counted, and so are lines that
-    the file refuses. A blocking file descriptor stays blocking, because other processes may share the open file.
+    If the waiting lines would exceed a total size of `size_max`, the new line is dropped and counted, and so are lines
+    that the file refuses. A blocking file descriptor stays blocking, because other processes may share the open file.
     """
 
     def __init__(self, name: str, file: FileIO, size_max: int) -> None:

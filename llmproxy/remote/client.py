@@ -24,9 +24,9 @@ from llmproxy.remote.messages import Answer, Message, Sendable, relative_to
 from llmproxy.scheduling.dispatcher import loop_time, shutting_down
 from llmproxy.scheduling.lease import Lease
 
-UNSENT_MAX = 10_000  # Maximum number of reports kept without a link. Losing reports only makes estimates less exact.
+UNSENT_MAX = 10_000  # Maximum number of reports kept without a link. Beyond it, the oldest are lost.
 NO_LEADER_RETRY_S = 1.0
-DISCOVERY_LAG_S = 10.0  # Maximum time between the discovery of a backend by this process and by the other one.
+DISCOVERY_LAG_S = 10.0  # Maximum time between the discovery of a backend by this process and by the scheduling process.
 DISCOVERY_RETRY_S = 0.2
 CallAnswer = messages.NameResolved | messages.PageResponse
 
@@ -154,7 +154,10 @@ class LeaseClient:
 
     @contextmanager
     def lasting(self, message: Callable[[int], Message], refused: Callable[[], None]) -> Iterator[None]:
-        """Keeps a call open during the block. Calls `refused` if the call is refused or the link is lost."""
+        """Keeps a call open during the block. Calls `refused` if the call is refused or the link is lost.
+
+        Raises Refused without a link.
+        """
         call, answer = self._open_call(message)
 
         def ended(answer: asyncio.Future[CallAnswer]) -> None:
@@ -217,7 +220,7 @@ class LeaseClient:
         link.send(messages.Resumed())
 
     def detach(self, link: Sender | None = None) -> None:
-        """Forgets a link that leads to no leader (None: the current link), and refuses its open calls."""
+        """Forgets the current link if it is `link` (None: always). Then refuses the calls of `answer` and `lasting`."""
         if link is None or self.link is link:
             self.link = None
             for answer in self._calls.values():
@@ -272,7 +275,7 @@ class LeaseClient:
         asked.granted.set_result(run.lease)
 
     def _ask_for_unknown(self, call: int) -> None:
-        """Asks for a request whose only backends are still unknown here. This process should find them soon, too."""
+        """Asks again for a lease, also on backends that were unknown here: this process may have found them by now."""
         asked = self._waiting.get(call)
         if asked is not None and not asked.granted.done():
             known, asked.unknown = asked.excluded - asked.unknown, frozenset()

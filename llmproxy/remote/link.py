@@ -1,15 +1,16 @@
 """The connection between a lease client and the scheduling process, and its frame format.
 
-A relay worker inherits one end of a socket pair: it needs no path and no permission, and no other process can use it.
+A relay worker inherits one end of a socket pair. The pair needs no path and no permission, and no other process can
+use it.
 Cluster members use TCP connections, with heartbeats and size limits.
 
-A frame is a length in four bytes (big endian), and a MessagePack array of the messages that one side sent in one turn
-of its event loop. A message is an array that begins with its kind.
+A frame is a length in four bytes (big endian), and a MessagePack array of messages. Messages that a side sends in one
+iteration of its event loop share a frame, unless it becomes too long. A message is an array that begins with its kind.
 
 Members may run different releases: the receiver skips unknown kinds and fields, and replaces unknown enum values. So a
-release may add kinds that need no answer, trailing fields with defaults, and enum values. For a message that the
-receiver must act upon, the receiver declares support by a trailing field in Hello or Welcome. Every other change needs
-a new `PROTOCOL`.
+release may add kinds that need no answer, trailing fields with defaults, and enum values. A new kind that the receiver
+must act upon is sent only if the receiver declares support by a trailing field in its Hello or Welcome. Every other
+change needs a new `PROTOCOL`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ SILENCE_S = 3.0  # A link between members that receives nothing for this long is
 LOCAL_BYTES_MAX = 1 << 30  # The maximum length of a frame on a link to a worker. No list of backends is as long.
 FRAME_BYTES_MAX = 16 << 20  # The maximum length of a frame between members. A longer frame is a protocol error.
 HELLO_BYTES_MAX = 16 << 10  # The limit for the first frame, in which the peer has to send its Hello.
-FRAME_MESSAGES_MAX = 256  # An `Admit` has at most 37 kB, so a frame of this many messages stays below FRAME_BYTES_MAX.
+FRAME_MESSAGES_MAX = 256  # An `Admit` has at most 37 kB, so a frame of this many stays below FRAME_BYTES_MAX.
 UNSENT_BYTES_MAX = 64 << 20  # A link between members closes at this many unsent bytes: its peer does not read.
 WHY_CHARS = 200
 FALLBACKS: Mapping[type[Enum], Enum] = {
@@ -69,7 +70,7 @@ class Decoder(Protocol[DecodedT]):
 
 
 class TolerantDecoder(Generic[MessageT]):
-    """Decodes frames that may come from another release. Skips messages of unknown kinds."""
+    """Decodes frames of any release: skips unknown kinds, and replaces unknown enum values by FALLBACKS."""
 
     def __init__(self, kinds: Any) -> None:
         self._whole: msgspec.msgpack.Decoder[list[MessageT]] = msgspec.msgpack.Decoder(list[kinds])
@@ -282,7 +283,7 @@ class Link(asyncio.Protocol, Generic[MessageT]):
     # --- sending ------------------------------------------------------------------------------------------------------
 
     def send(self, message: Sendable) -> None:
-        """Sends a message at the end of this iteration of the event loop; drops it if the connection has ended."""
+        """Sends a message in the next iteration of the event loop; drops it if the connection has ended."""
         if self.lost:
             return
         if not self._unsent:

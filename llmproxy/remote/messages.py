@@ -1,6 +1,6 @@
 """The messages between a client of leases (a relay worker or a cluster member) and the process that grants them.
 
-A lease has the call number of its `Admit`, which the client chose, so it is valid under every later leader.
+A lease has the call number of its `Admit`. The client chose this number, which is valid under every later leader.
 
 Processes of one machine share a clock, and send times of the event loop as they are. Cluster members share no clock:
 the sender makes each time relative to its own clock, and the receiver makes it absolute again.
@@ -34,7 +34,7 @@ PROTOCOL = 1  # The version of the messages between members. Members with differ
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
-    """A message. The field `call` is the number of a client's call, and `lease` the call number of an `Admit`."""
+    """A message. A field `call` is the number of a client's call. A field `lease` is the call number of an `Admit`."""
 
 
 class Answer(Message, frozen=True):
@@ -43,7 +43,7 @@ class Answer(Message, frozen=True):
 
 Sendable = Message | LeaseEvent  # A message, or an event of a lease.
 
-# --- from a worker ----------------------------------------------------------------------------------------------------
+# --- from a worker; members send the messages in `FromClient` too -----------------------------------------------------
 
 
 class Listening(Message, frozen=True, tag=1):
@@ -53,7 +53,7 @@ class Listening(Message, frozen=True, tag=1):
 
 
 class Admit(Message, frozen=True, tag=2):
-    """Calls `Dispatcher.admit`. Answered by `LeaseGranted` or `CallRefused`."""
+    """Calls `Leasing.admit`. Answered by `LeaseGranted` or `CallRefused`."""
 
     call: int
     request: Request
@@ -62,7 +62,10 @@ class Admit(Message, frozen=True, tag=2):
 
 
 class Resolve(Message, frozen=True, tag=3):
-    """Calls `Dispatcher.resolve` for an unknown name. Answered by `NameResolved` or `CallRefused`."""
+    """Calls `Leasing.resolve` for a name that the client does not know, or for `LeaseClient.caught_up`.
+
+    Answered by `NameResolved` or `CallRefused`.
+    """
 
     call: int
     name: str | None
@@ -85,9 +88,9 @@ class PageRequest(Message, frozen=True, tag=4):
 
 
 class DirectRequest(Message, frozen=True, tag=29):
-    """A request goes to `backend` without a lease. The receiver keeps `Dispatcher.direct` open until `CancelCall`.
+    """A request goes to `backend` without a lease. The receiver keeps `Leasing.direct` open until `CancelCall`.
 
-    The answer `CallRefused` means that the worker must end the request.
+    If the backend is gone or the proxy drains, the receiver answers `CallRefused`, and the worker must end the request.
     """
 
     call: int
@@ -101,7 +104,7 @@ class CancelCall(Message, frozen=True, tag=5):
 
 
 class RequestEnded(Message, frozen=True, tag=10):
-    """A request has ended. The receiver calls `Dispatcher.ended`."""
+    """A request has ended. The receiver calls `Leasing.ended`."""
 
     request_id: str
     met: bool | None
@@ -124,7 +127,10 @@ class AttemptEnded(Message, frozen=True, tag=12):
 
 
 class ExitReport(Message, frozen=True, tag=13):
-    """The end of a request, for the metrics and the decision log. The worker writes its log line itself."""
+    """The end of a request: from a worker, for all readers of exit records; from a member, for the leader's pages.
+
+    The process that served the request writes the log line itself.
+    """
 
     record: RequestExit
 
@@ -139,11 +145,11 @@ class UsageLearned(Message, frozen=True, tag=14):
 
 
 class WorkerIdle(Message, frozen=True, tag=15):
-    """The shutting-down worker has no open request; if the proxy was replaced, it has no open connection either."""
+    """The worker is shutting down, and no request is open; after a replacement without drain, no connection is open."""
 
 
 class LogLinesLost(Message, frozen=True, tag=28):
-    """The number of log lines that the worker dropped because its standard error was not read."""
+    """The number of log lines that the worker could not write to standard error since the last such message."""
 
     lines: int
 
@@ -169,7 +175,7 @@ class ResponseStored(Message, frozen=True, tag=16):
 
 
 class WorkerStart(Message, frozen=True, tag=17):
-    """The first message: the name of the worker, and the descriptors of its listening sockets."""
+    """Starts a worker, with its name and the descriptors of its listening sockets."""
 
     name: str
     fds: tuple[int, ...]
@@ -183,15 +189,15 @@ class NewConfig(Message, frozen=True, tag=18):
 
 
 class KnownBackends(Message, frozen=True, tag=19):
-    """All backends, and all names that requests may use."""
+    """All backends, and the names that the worker resolves itself."""
 
     backends: bytes  # The pickled configurations of the backends.
     targets: Mapping[str, Target]
-    unnamed: Target | None  # The target of requests without a model name; None: they are refused.
+    unnamed: Target | None  # The target of requests without a model name; None: the worker sends a `Resolve`.
 
 
 class LearnedEstimates(Message, frozen=True, tag=20):
-    """Token estimates of some models, learned from the responses of all workers. Sent after each change."""
+    """Token estimates of some models, learned by all workers. Sent to a new worker, and ESTIMATES_S after a change."""
 
     models: Mapping[str, Estimate]
 
@@ -207,7 +213,7 @@ class ShutdownState(Message, frozen=True, tag=21):
 
 
 class LeaseGranted(Answer, frozen=True, tag=22):
-    """The answer to `Admit`: the fields of the `Grant` for one stage of a request, and of its lease."""
+    """The answer to `Admit`: the fields of the `Grant`. Of the request, only `stage` is sent."""
 
     call: int
     stage: Stage
@@ -245,7 +251,7 @@ class PageResponse(Answer, frozen=True, tag=25):
 
 
 class LeaseCut(Answer, frozen=True, tag=26):
-    """The present flags of a lease, after `Lease.cut` changed them in the scheduler process."""
+    """The present flags of a lease, after `Lease.cut` changed them in the process that granted the lease."""
 
     lease: int
     revoked: bool
@@ -262,7 +268,7 @@ class StopWorker(Message, frozen=True, tag=27):
 
 
 class Hello(Message, frozen=True, tag=40):
-    """The first message of a member on a connection."""
+    """The first message of a member on a connection. Sent again when a field has changed."""
 
     protocol: int
     version: str
@@ -317,7 +323,7 @@ class Ping(Message, frozen=True, tag=46):
 
 
 class Members(Message, frozen=True, tag=47):
-    """The names of all members that are connected to the leader, sent whenever they change."""
+    """The names of all members with a session at the leader, sent whenever a member joins or is gone."""
 
     names: tuple[str, ...]
 
@@ -336,7 +342,7 @@ class Drained(Message, frozen=True, tag=48):
 
 
 class Balances(Message, frozen=True, tag=49):
-    """The changed balances of flows in one band (`FairnessPolicy.balances`), for the next leader."""
+    """Balances of flows in one band of a pool (`FairnessPolicy.balances`), for the next leader."""
 
     pool: str
     band: int
@@ -344,20 +350,20 @@ class Balances(Message, frozen=True, tag=49):
 
 
 class Learned(Message, frozen=True, tag=51):
-    """The batch limits and capacities that the leader has learned, for the next leader."""
+    """The batch limits and capacities that this leader and earlier ones have learned, for the next leader."""
 
     limits: dict[str, KnownLimit]  # Backend URL -> learned batch limit.
     capacities: dict[str, KnownCapacity]  # Name of a pool -> learned capacity of its replicas.
 
 
 class RateDebts(Message, frozen=True, tag=52):
-    """Changed debts of rate limits, for the next leader; see `RateLimits.debts`."""
+    """Debts of rate limits, for the next leader; see `RateLimits.debts`."""
 
     debts: tuple[tuple[str, str, float], ...]  # (Limit, kind, seconds until the limit has refilled).
 
 
 class RememberedPrefix(Message, frozen=True, tag=53):
-    """Blocks that a backend has cached, from a request that the member relayed under an earlier leader."""
+    """Blocks that a backend has cached, from an earlier request of the member. Sent on each new link to a leader."""
 
     pool: str
     backend: str
@@ -365,7 +371,7 @@ class RememberedPrefix(Message, frozen=True, tag=53):
 
 
 class LeaseAcknowledged(Message, frozen=True, tag=50):
-    """The member has received its lease. Without this, the leader frees the lease when the connection is lost."""
+    """The member has received its lease. Without this message, the lease ends when the connection is lost."""
 
     call: int
 

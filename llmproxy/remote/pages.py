@@ -1,6 +1,6 @@
-"""Pages that clients of relay workers request, answered by the scheduler process; in a cluster, by the leader.
+"""Pages that another process answers: for a relay worker the scheduler process, for a cluster member the leader.
 
-The request arrives as bytes and passes through a server of this process over a socket pair. The worker has already
+The request arrives as bytes and passes through a server of this process over a socket pair. The sender has already
 checked its syntax, size and client limits. The response is captured before the server writes it. Of the written bytes,
 only an interim response matters: it means that the server needs the request body.
 """
@@ -89,7 +89,7 @@ async def answer_page(front: Router, page: PageRequest) -> PageResponse:
 
 
 class RemotePages:
-    """The `Pages` of a process that forwards requests to the scheduler or leader. The receiver also checks keys."""
+    """The `Pages` of a process that forwards requests to the scheduler or leader. The receiver checks keys."""
 
     def __init__(self, client: LeaseClient, rulebook: Rulebook) -> None:
         self._client = client

@@ -59,10 +59,10 @@ class _Lent(Struct, eq=False):
 
 
 class LeaseServer:
-    """Serves the calls of one client process. After a lost connection, the client continues on a new link."""
+    """Serves the calls of one client process. After a lost connection, a cluster member continues on a new link."""
 
     def __init__(self, services: Services, other: Callable[[FromWorker | FromMember], None]) -> None:
-        """Creates the server of one client. `other` gets messages that do not concern leases."""
+        """Creates the server of one client. `other` gets `Resumed` and the messages that this class does not handle."""
         self._services = services
         self._dispatcher = services.dispatcher
         self._leasing = services.leasing
@@ -70,7 +70,7 @@ class LeaseServer:
         self._loop = asyncio.get_running_loop()
         self._tasks: dict[int, asyncio.Task[None]] = {}  # Calls that are not answered yet.
         self._lent: dict[int, _Lent] = {}
-        self._numbers: OrderedDict[int, int] = OrderedDict()  # The client's lease number -> this dispatcher's number.
+        self._numbers: OrderedDict[int, int] = OrderedDict()  # Returned lease: the client's number -> the dispatcher's.
         self._reported: set[str] = set()  # Ids of the requests that the client has reported on this link.
         self._direct = 0
         self.requests: dict[str, Request] = {}  # Id -> open request of the client.
@@ -104,14 +104,20 @@ class LeaseServer:
         self.link, self.resumed, self._shares_clock = link, False, link.local
 
     def detach(self) -> None:
-        """Handles a lost link: cancels calls, which the client repeats on its next link. Its leases go on."""
+        """Handles a lost link: cancels all calls, and returns the leases that the client has not acknowledged.
+
+        The other leases go on. The client repeats its `Admit`s on its next link.
+        """
         self.link = None
         self._cancel_tasks()
         for call in [call for call, lent in self._lent.items() if not lent.acknowledged]:
             self._take_back(call)
 
     def end(self) -> None:
-        """Cancels the calls of a client that is gone, and returns its leases. Then its requests can be `forget`-ed."""
+        """Cancels the calls of a client that is gone, and returns its leases in the next iteration of the event loop.
+
+        Call `forget` for its requests only after that.
+        """
         self.link = None
         self._cancel_tasks()
         for call in [*self._lent]:
@@ -168,7 +174,7 @@ class LeaseServer:
         return lent
 
     def _grant(self, call: int, lent: _Lent) -> None:
-        """Sends the lease to the client. The grant may have been lost with an earlier link."""
+        """Sends the lease to the client, or repeats it, because the grant may have been lost with an earlier link."""
         grant, lent.acknowledged = lent.lease.grant, False
         at_s = grant.at_s if self._shares_clock else grant.at_s - self._loop.time()
         self.send(
@@ -223,7 +229,7 @@ class LeaseServer:
     # --- messages of the client ---------------------------------------------------------------------------------------
 
     def handle(self, message: FromWorker | FromMember) -> None:
-        """Handles a message of the client. Ignores events of a lease that this process could not book."""
+        """Handles a message of the client. Ignores events of leases that are not open here."""
         match message:
             case LeaseEvent(call):
                 if (lent := self._lent.get(call)) is not None:
@@ -297,7 +303,7 @@ class LeaseServer:
     # --- resuming a client --------------------------------------------------------------------------------------------
 
     def _resume(self, resume: messages.Resume) -> None:
-        """Cancels calls of the lost connection that the client does not repeat on the new link."""
+        """Cancels the calls and returns the leases that the client does not report on the new link."""
         self._reported.clear()
         for call, task in self._tasks.items():
             if call not in resume.waiting and call not in resume.running:

@@ -61,7 +61,7 @@ METRICS = {
     "llmproxy_decision_log_lines_lost_total": "Lines of the decision log lost to a slow or full disk.",
     "llmproxy_buffered_body_bytes": "Bytes of request bodies in memory, at most `body_bytes_total_max`. Values of workers are up to a second old.",
     "llmproxy_log_lines_lost_total": "Log lines that were lost, because no process read them.",
-    "llmproxy_workers_lost_total": "Relay workers that died and were started again.",
+    "llmproxy_workers_lost_total": "Relay workers that died.",
     "llmproxy_config_reloads_total": "Reloads of the configuration. `result` is `success` or `failure`.",
     "llmproxy_config_last_reload_successful": "0 while the newest configuration is wrong and so not in use.",
     "llmproxy_config_last_reload_timestamp_seconds": "Time of the last successful reload, in seconds since 1970.",

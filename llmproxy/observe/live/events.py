@@ -1,6 +1,6 @@
 """Recent log lines about the state of the proxy and its backends, for the live page.
 
-Events are collected where log lines are written, so that page and log agree. Lines about single requests are left out.
+Events are collected where log lines are written, so that page and log agree. Lines of finished requests are left out.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ TENS = 8_640  # The number of ten-second values (one day).
 TEN_S = 10
 COLUMNS_MAX = 560  # The maximum number of columns, which together take 21.4 MB.
 READ_BYTES_MAX = 7 << 20
-"""The maximum size of the values of a stretch: 212 columns of a day. A member of a cluster passes on 8 MB."""
+"""The maximum size of the values of a stretch: 212 columns of a day. A cluster member forwards pages of up to 8 MB."""
 GAP = array("f", [nan]).tobytes()
 
 
@@ -122,7 +122,7 @@ class History:
         return name.startswith(self._fleeting), not name.endswith(self._worst), -self._columns[name].tens_sum
 
     def _make_room(self, row: Mapping[str, float]) -> None:
-        """Adds the columns that a new row needs.
+        """Adds the columns that a new row needs, as far as there is room.
 
         If there are too many columns, drops columns without a value in this row: `fleeting` columns first, then those
         without a value for the longest time.

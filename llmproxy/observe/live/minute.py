@@ -64,7 +64,7 @@ def bucket_of(seconds: float) -> int:
 
 
 def quantile(buckets: Counter[int], share: float) -> float | None:
-    """Returns the quantile `share` of the times in `buckets`, within 1 %; None without times."""
+    """Returns the quantile `share` of the times in `buckets`, within 1 % (first bucket: 0); None without times."""
     total = buckets.total()
     if not total:
         return None
@@ -95,8 +95,8 @@ class BandSums:
 class BackendSums:
     """The attempts on one backend, and the tokens of the requests that ended on it.
 
-    `first_us` is the sum of `firsts` times to first token, `token_us` the sum of `streams` times per token. Both are
-    integer microseconds, because sums of floats drift.
+    `first_us` is the sum of the times to the first token, and `firsts` is their number. `token_us` is the sum of the
+    times per token, and `streams` is their number. The sums are integer microseconds, because sums of floats drift.
     """
 
     __slots__ = (

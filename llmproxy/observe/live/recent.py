@@ -37,7 +37,7 @@ class RecentRequests:
         self._keep(at_s, ended.request_id, ended)
 
     def left(self, request_id: str, waited: Waited, at_s: float) -> None:
-        """Stores why a request waited that left the queue without a backend at `at_s`, on the event loop's clock."""
+        """Stores why a request waited. `at_s`: when it left the queue without a backend, on the event loop's clock."""
         self._keep(at_s, request_id, waited)
 
     def _keep(self, at_s: float, request_id: str, value: RequestExit | Waited) -> None:

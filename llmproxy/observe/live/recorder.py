@@ -21,7 +21,7 @@ from llmproxy.observe.live.recent import RecentRequests
 from llmproxy.scheduling.dispatcher import Dispatcher
 
 BACKENDS_MAX = 64
-"""The maximum number of backends with columns in the history. The page shows the current state of all backends."""
+"""The maximum number of backends with columns in the history. The page shows the current state of more backends."""
 FLOWS_MAX = 20
 """How many flows with the most tokens have columns in the history.
 
@@ -82,7 +82,7 @@ class Recorder:
         self.minute.record(ended)
 
     def left(self, request: Request, waited: Waited) -> None:
-        """Stores why a request waited that left the queue without a backend. The dispatcher calls this."""
+        """Stores why a request waited. The dispatcher calls this when a request leaves the queue without a backend."""
         self.recent.left(request.label, waited, self._loop.time())
 
     def band(self, level: int) -> str:
@@ -133,7 +133,7 @@ class Recorder:
             sums = minute.total.backend(status.name)
             row[begin + "state"] = STATES[status.state]
             row[begin + "saturation"] = view.saturation
-            # As in the snapshot: a replica that is gone produces no tokens.
+            # A replica that is gone produces no tokens, although `sums` still has the tokens of its last minute.
             if status.state == "up" or status.in_flight:
                 row[begin + "tokens_per_s"] = sums.output / minute.span_s
             if sums.ttft_s is not None:

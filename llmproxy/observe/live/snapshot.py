@@ -78,9 +78,7 @@ class LiveSnapshot:
         recorder, now = self._recorder, self._clock()
         pools = recorder.dispatcher.pools
         seen = pools.snapshot(now, FLOWS_WAITING_MAX)
-        # Other processes show the backends of the pools that they schedule.
-        shown = {None, *(pool.pool for pool in seen.pools)}
-        statuses = [status for status in recorder.statuses() if pools.pool_of(status.name) in shown]
+        statuses = recorder.statuses()
         changes = self._changes()
         why = {name: event.why for name, event in changes.items()}
         paces = {pace.backend: pace for learned in pools.learned(now).values() for pace in learned.backends}
@@ -301,7 +299,7 @@ class LiveSnapshot:
 
 
 def dumped(content: object) -> bytes:
-    """Returns `content` as JSON, also if it has names of clients that are not UTF-8."""
+    """Returns `content` as JSON, also if it has names from clients that are not UTF-8."""
     try:
         return orjson.dumps(content)
     except TypeError:

@@ -133,7 +133,7 @@ def _backends(statuses: Sequence[BackendStatus], state: str, reasons: dict[str, 
 
 
 def _slow(paces: Mapping[str, float | None], learned: Sequence[BackendPace]) -> list[str]:
-    """Returns a sentence about slow replicas, also about replicas that are slow for prompts only; empty without any."""
+    """Returns a sentence about replicas that are slow, or slow only for prompts; an empty list without them."""
     now = sorted((-pace, name) for name, pace in paces.items() if pace is not None and pace >= SLOWER)
     prompts = sorted(
         (-one.prefill_factor, one.backend) for one in learned if one.step_factor < SLOWER <= one.prefill_factor

@@ -58,7 +58,7 @@ class Cluster:
         self.lock_error: str | None = None  # Why the lock store cannot be reached; None if the last call succeeded.
         self.leader_changes = 0  # How often this member began to lead or to follow a leader.
         self.last_gap_s: float | None = None  # How long this member had no leader before the current leader.
-        # Names of members that a new leader waits for. They report requests and leases before it grants any.
+        # Names of members that a new leader waits for. They report their requests and leases before it grants a lease.
         self._expected: frozenset[str] = frozenset()
         self._until_s = -inf
         self._resume_timer: asyncio.TimerHandle | None = None  # Set while a new leader waits for members to report.
@@ -114,7 +114,7 @@ class Cluster:
             self._send_hello()
 
     def reconfigured(self, config: str) -> None:
-        """Announces the hash of a new configuration (`config_hash`) to the leader, which warns if its own differs."""
+        """Announces the hash of a new configuration (`config_hash`) to the leader, for its page `/admin/cluster`."""
         self.me = replace(self.me, config=config)
         self._send_hello()
 
@@ -186,7 +186,7 @@ class Cluster:
             incoming.link.close()
 
     async def _watch(self) -> None:
-        """Announces state while this member leads, and refuses late requests without a leader."""
+        """Announces state while this member leads. Without a leader, refuses requests that have waited too long."""
         while True:
             await asyncio.sleep(SEEK_S)
             if self._leaving:
@@ -268,7 +268,7 @@ class Cluster:
             self._start_deciding()
 
     def _start_deciding(self) -> None:
-        """Restores the announced state and begins to decide, after the members have reported their requests."""
+        """Restores the announced state and begins to decide: the members have reported, or RESUME_WAIT_S is over."""
         self._cancel_resume_timer()
         self._hand_over.restore(self._loop.time())
         self._dispatcher.decide_until(self._until_s)

@@ -67,7 +67,7 @@ class ElectionMember(Protocol):
         """Leads, or continues to lead, until `until_s` on the event loop's clock."""
 
     def follow(self, leadership: Leadership | None) -> None:
-        """Follows this leader; None if no leader is known."""
+        """Stops leading, and follows this leader; None if no leader is known."""
 
     @property
     def has_leader(self) -> bool:
@@ -126,7 +126,7 @@ class Election:
         self._wake.set()
 
     def check_soon(self) -> None:
-        """Reads the lock now, because the leader was lost. Repeated calls read it at most every SEEK_S."""
+        """Reads or takes the lock now, because the leader was lost. Repeated calls do so at most every SEEK_S."""
         loop = asyncio.get_running_loop()
         self._next_check_s = max(loop.time(), self._next_check_s + SEEK_S)
         loop.call_at(self._next_check_s, self._wake.set)

@@ -23,8 +23,8 @@ class MemberCallbacks:
     """Callbacks for the state that members share, except for leases."""
 
     record_stored: Callable[[ResponseStored], ResponseStored]
-    """Called in the leader: records the owner of a stored response. Returns the valid owner: the first report wins."""
-    # Called in a follower: records the owner of a stored response that the leader announced.
+    """Called in the leader: records the owner of a stored response. Returns the valid owner: the first tenant wins."""
+    # Called in each member: records the owner of a stored response that the leader announced.
     record_owner: Callable[[ResponseStored], object]
     stored_responses: Callable[[], Iterable[ResponseStored]]  # Returns all known stored responses, oldest first.
     drained: Callable[[], Drained]  # Returns the backends that an operator has drained.

@@ -67,7 +67,7 @@ class ClusterLeasing(LeaseClient):
     """A `Leasing` that calls the leader, which may be in this process. Names are resolved in this process."""
 
     def __init__(self, local: Dispatcher, backends: Container[str]) -> None:
-        """Creates the member side. `local` resolves names. `backends`: names that this member knows."""
+        """Creates the member side. `local` resolves names. `backends`: names of the backends that this member knows."""
         super().__init__(backends)
         self._local = local
         self._prefixes = _Prefixes(local.pools.backends)
@@ -89,11 +89,10 @@ class ClusterLeasing(LeaseClient):
     async def resolve(
         self, name: str | None, no_backend_wait_s: float, body_bytes: int, key: str = "", beside: str | None = None
     ) -> Target:
-        """Resolves a name in this process, as `Dispatcher.resolve`. Meanwhile the leader counts the waiting request for
-        `/scale`.
+        """Resolves a name in this process, as `Dispatcher.resolve`.
 
-        Returns when both processes know the name, because a leader refuses unknown names. Once this member knows the
-        name, waits for the leader for at most DISCOVERY_LAG_S.
+        While this process waits for the name, the leader counts the request for `/scale`. Then waits for the leader to
+        know the name, at most DISCOVERY_LAG_S, because a leader refuses unknown names.
         """
         ends_s = loop_time() + no_backend_wait_s
         try:
@@ -123,7 +122,7 @@ class ClusterLeasing(LeaseClient):
             await super().caught_up()
 
     async def _ask_leader(self, message: Callable[[int], Message]) -> None:
-        """Calls a leader in another process. Waits for such a leader; repeats the call if it changes."""
+        """Calls a leader in another process. Waits for such a leader; repeats the call if the leader is lost."""
         while True:
             if self.is_remote:
                 try:

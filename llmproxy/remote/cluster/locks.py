@@ -51,7 +51,7 @@ return 1
 
 
 def open_lock_store(config: ClusterConfig, kubernetes_api: str | None) -> LockStore:
-    """Returns the lock `cluster.lock`. Raises ConfigError if a library is missing."""
+    """Returns the lock `cluster.lock`. Raises ConfigError if a library is missing or the URL is invalid."""
     if config.lock == "kubernetes":
         return KubernetesLock(kubernetes_api, config.name)
     return ValkeyLock(str(config.lock), config.name)
@@ -157,7 +157,7 @@ class KubernetesLock:
 
 
 def _is_lease(found: object) -> bool:
-    """Returns whether the fields that this module reads have the right types. They may be missing."""
+    """Returns whether spec and metadata are objects, and duration and annotations are of the right type or missing."""
     if not isinstance(found, dict):
         return False
     spec, metadata = found.get("spec"), found.get("metadata")

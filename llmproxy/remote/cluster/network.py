@@ -22,7 +22,7 @@ from llmproxy.lifecycle.sockets import open_sockets
 WILDCARDS = frozenset({"0.0.0.0", "::", ""})
 HELLO_S = 2.0  # Maximum time for an accepted connection to identify itself, including the TLS handshake.
 ADDRESS_MAX = 16  # Maximum number of pending connections from one address.
-LOG_S = 60.0  # Closed connections are logged at most this often.
+LOG_S = 60.0  # Closed connections are logged at most once in this time.
 
 Peer = tuple[object, ...]
 _log = structlog.get_logger()
@@ -35,7 +35,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def reachable(host: str, port: int) -> str:
-    """Returns the address of a port on `host` for other machines. Raises ConfigError if it is unknown."""
+    """Returns the address at which other machines reach a port on `host`. Raises ConfigError if it is unknown."""
     if host in WILDCARDS:
         try:
             host = socket.gethostbyname(socket.gethostname())
@@ -52,7 +52,10 @@ class Network(Protocol):
     """Opens and accepts the connections between the members of a cluster."""
 
     async def listen(self, accepted: Callable[[], asyncio.Protocol]) -> str:
-        """Accepts connections, each with a new protocol object. Returns the address of this member. Raises OSError."""
+        """Accepts connections, each with a new protocol object. Returns the address of this member.
+
+        Raises OSError, and ConfigError if the address is unknown.
+        """
 
     async def connect(self, address: str, connected: Callable[[], asyncio.Protocol]) -> None:
         """Connects to another member. Raises OSError; ValueError for an invalid address."""
@@ -166,12 +169,12 @@ class PendingConnections:
     """Accepted connections that are not identified yet as connections of members.
 
     Anyone who reaches the port can open connections, so their number is limited, and each must send a valid Hello
-    within `HELLO_S`. At a limit, the oldest is closed for the newest: a real member identifies itself within
-    milliseconds.
+    within `HELLO_S`. At a limit, the oldest pending connection is closed for the newest: a real member identifies
+    itself within milliseconds.
     """
 
     def __init__(self, connections_max: int) -> None:
-        """Creates the limits. `connections_max` counts the connections of members and of unknown hosts together."""
+        """Creates the limits. `connections_max` is the limit for members and unknown hosts together."""
         self._connections_max = connections_max
         self._open: dict[Peer, asyncio.Transport] = {}
         self._pending: dict[Peer, asyncio.TimerHandle] = {}

@@ -19,7 +19,7 @@ from llmproxy.remote.server import Page
 
 PATH = "/admin/cluster"
 LEADER_PATHS = (SCALE, "/debug", "/admin", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-"""Prefixes of paths that the leader answers, because they concern the waiting room or the scheduler's backends."""
+"""Prefixes of paths about the waiting room or the scheduler's backends. The leader answers all but PATH and RELOAD."""
 PAGE_BYTES_MAX = 8 << 20  # A longer page would not fit into a frame.
 PASSED_ON_MAX = 2  # Hops: from a member to the leader that it knows, and from there to the actual leader.
 UNLED = "The cluster has no leader now, and the next leader would not know of this change. Try again."
@@ -74,7 +74,7 @@ class MemberPages:
 
 
 def cluster_status(cluster: Cluster) -> dict[str, Any]:
-    """Returns the content of `/admin/cluster`: the state of this member, and on the leader also the other members."""
+    """Returns the content of `/admin/cluster`: the state of this member; on the leader, also all sessions."""
     found: dict[str, Any] = {
         "member": cluster.me.name,
         "address": cluster.me.address,

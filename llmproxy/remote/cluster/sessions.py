@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 GRACE_S = 10.0  # A member's leases stay booked for this time after its connection was lost.
 MEMBERS_MAX = 256
-CLAIMED_EPOCH_MAX = EPOCH_MAX // 2  # Highest epoch in a Hello. The other half is left for elections.
+CLAIMED_EPOCH_MAX = EPOCH_MAX // 2  # Highest accepted epoch in a Hello. Higher epochs are left for elections.
 
 _log = structlog.get_logger()
 
@@ -85,9 +85,9 @@ class MemberSession:
         self.gone.set()
 
     def _handle(self, message: FromWorker | FromMember) -> None:
-        """Handles a message that does not concern leases."""
+        """Handles `Resumed`, and a message that `LeaseServer` does not handle."""
         if isinstance(message, Hello):
-            # The member has reloaded its configuration. Its session is found by its name, which must not change.
+            # A field of the Hello has changed. The session is found by the member's name, which must not change.
             self.hello = message if message.name == self.hello.name else self.hello
         elif isinstance(message, Resumed):
             self._on_resumed()
@@ -129,7 +129,7 @@ class MemberSessions:
         session.server.send(self._callbacks.drained().in_message(now))
         for message in self._hand_over.full_state(now):
             session.server.send(message)
-        # Any number fits, because the channel splits frames.
+        # Any number fits, because the link splits frames.
         for owner in () if sender.local else self._callbacks.stored_responses():
             session.server.send(owner)
         self._announce_members()
@@ -157,7 +157,10 @@ class MemberSessions:
         return [name for name, other in sessions if other.connected and other.hello.candidate and name != mine]
 
     def stored(self, stored: messages.ResponseStored, by: object) -> None:
-        """Records a stored response that the session `by` reported, and announces it to the other members."""
+        """Records a stored response that the client of `by` reported, and announces it to the other members.
+
+        If the response already has another owner, announces this owner to the client too.
+        """
         recorded = self._callbacks.record_stored(stored)
         for session in self.by_name.values():
             if session.server is not by or recorded != stored:

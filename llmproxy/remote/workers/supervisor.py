@@ -35,8 +35,8 @@ from llmproxy.remote.server import LeaseServer, Services
 from llmproxy.scheduling.dispatcher import Dispatcher
 
 START_MAX_S = 60.0  # Maximum time for workers to start listening. After it, the start of the proxy fails.
-STOP_MAX_S = 5.0  # Time for workers to cut their requests, and again for each to exit before it is killed.
-LIVED_S = 10.0  # A worker that lived shorter is replaced after a pause, which doubles each time.
+STOP_MAX_S = 5.0  # Maximum time for workers to cut their requests, and then for each to exit before it is killed.
+LIVED_S = 10.0  # A worker that ends sooner is replaced after a pause, which doubles each time.
 PAUSE_S, PAUSE_MAX_S = 0.5, 30.0
 ESTIMATES_S = 0.1  # Interval of sending changed estimates to the workers.
 
@@ -61,7 +61,7 @@ class WorkerSession:
         self._loop = asyncio.get_running_loop()
         self.server = LeaseServer(services, self._handle)
         self.url: asyncio.Future[str] = self._loop.create_future()  # The URL at which the worker accepts connections.
-        self.idle = asyncio.Event()  # Set when the worker is shutting down and has no request left.
+        self.idle = asyncio.Event()  # Set by `WorkerIdle`, and when the worker is gone.
         self.gone = asyncio.Event()  # Set when the connection has ended and all requests of the worker are recorded.
         self.cut = 0  # Number of requests that were open when the connection to the worker ended.
         self.buffered_bytes = 0  # Buffered bytes of request bodies, as last reported.
@@ -69,7 +69,7 @@ class WorkerSession:
         self.server.attach(self.link)
 
     def _handle(self, message: messages.FromWorker | messages.FromMember) -> None:
-        """Handles a message that does not concern leases."""
+        """Handles a message that `LeaseServer` does not handle."""
         match message:
             case messages.AttemptEnded(backend, verdict):
                 self._sinks.exits.attempted(backend, verdict)
@@ -200,8 +200,8 @@ class WorkerSupervisor:
         session.link.send(self._shutdown)
 
     async def _restart(self, slot: int) -> None:
-        """Restarts the worker of one slot whenever it ends, until the sockets are closed. During a drain, connections
-        would wait in the socket of a dead worker.
+        """Restarts the worker of one slot whenever it ends, until the sockets are closed. Also during a drain, because
+        connections would wait in the socket of a dead worker.
         """
         began_s, pause_s = self._loop.time(), 0.0
         while True:
@@ -314,7 +314,7 @@ class WorkerSupervisor:
 
     @property
     def open_requests(self) -> int:
-        """The number of open requests that workers have reported. They report a request after its body."""
+        """The number of open requests that workers have reported. They report a request once they have its body."""
         return sum(session.server.open_requests for session in self._sessions.values())
 
     @property
@@ -339,7 +339,7 @@ class WorkerSupervisor:
                 one.close()
 
     async def wait_idle(self) -> None:
-        """Waits until no worker has an open request, or after a replacement, an open connection."""
+        """Waits until no request is open in any worker; after a replacement without drain, until no connection is."""
         for session in self._sessions.values():
             await session.idle.wait()
 
