@@ -385,7 +385,7 @@ class RequestHandler:
         context.record.end(attempt.outcome, context.client.status, attempt.message)
         usage = context.lease.usage if context.lease is not None else None
         # An external backend has another tokenizer.
-        ours = attempt.outcome is Outcome.COMPLETED and attempt.backend not in self._rulebook.current.externals
+        ours = attempt.outcome is Outcome.COMPLETED and context.call is not None and not context.call.external
         if ours and attempt.prompt_tokens is not None and usage is not None:
             learn_usage(context, usage, self._estimator)
 

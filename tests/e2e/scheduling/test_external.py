@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -73,9 +73,12 @@ async def test_an_overloaded_fleet_overflows_and_the_endpoint_learns_nothing_abo
 
 async def test_an_answer_counts_beyond_the_context_of_the_replicas_and_trains_no_estimate() -> None:
     seen: list[str] = []
+    meanwhile: list[Callable[[], None]] = []
 
     async def answer(request: web.Request) -> web.Response:
         seen.append(request.path_qs)
+        for call in meanwhile:
+            call()
         choice = {"index": 0, "message": {"role": "assistant", "content": "hello"}, "finish_reason": "stop"}
         usage = {"prompt_tokens": 5_000, "completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 4_000}}
         return web.json_response({"id": "1", "choices": [choice], "usage": usage})
@@ -99,7 +102,12 @@ async def test_an_answer_counts_beyond_the_context_of_the_replicas_and_trains_no
             cost = 3 * (1_000 + 4_000 / 10 + 4 / 10)
             assert proxy.metric("llmproxy_external_cost_total", backend="x") == pytest.approx(cost)
             assert proxy.metric("llmproxy_external_day_left", backend="x") == pytest.approx(1e6 - cost)
-    assert seen == [CHAT] * 3
+            # A reload during the call removes the endpoint.
+            without = Config.model_validate({**proxy.config_data, "backends": backends[:1]})
+            meanwhile.append(lambda: proxy.app.reconfigure(without))
+            assert (await proxy.post(CHAT, HELLO)).backend == "x"
+            assert estimator.bytes_per_token("base") == learned
+    assert seen == [CHAT] * 4
 
 
 @pytest.mark.parametrize("replica", ["none", "down"])
