@@ -31,7 +31,7 @@ class Gateway:
     handler: RequestHandler
     exits: ExitSink
     leasing: Leasing
-    ids: str  # Prefix of request ids, different in each process.
+    ids: str  # Prefix of the scheduler's request ids, different in each process.
     _upstream: Upstream
 
     @classmethod
@@ -47,8 +47,8 @@ class Gateway:
     ) -> Gateway:
         """Builds a gateway. Raises the errors of `Rules.build`.
 
-        `backends` is shared with the registry, which changes it. `ids` is a prefix of request ids that differs in each
-        process.
+        `backends` is shared with the registry, which changes it. `ids` is a prefix of the scheduler's request ids that
+        differs in each process.
         """
         rulebook = Rulebook(Rules.build(config, upstream))
         stored = StoredResponses(rulebook, backends, upstream, dispatcher)

@@ -32,7 +32,7 @@ READY = "/ready"
 PROBES = frozenset({"/health", READY, "/version"})  # Paths that both ports serve.
 ANTHROPIC = "anthropic-version"  # The header field that every client of Anthropic's API sends.
 ADDED: dict[str, tuple[str, Callable[[web.BaseRequest], web.Response]]] = {}
-"""Further administrative paths: path -> method and handler. A program that embeds the proxy adds them."""
+"""Path -> method and handler, from a program that embeds the proxy. They precede the proxy's administrative paths."""
 OWN = PROBES | {ROOT, PING, MODELS, USAGE}
 """The paths that `Pages.show` answers, in addition to the paths of single models below MODELS."""
 
@@ -41,14 +41,14 @@ class Pages(Protocol):
     """Answers requests that need no engine."""
 
     async def show(self, path: str, request: web.BaseRequest) -> web.Response:
-        """Returns the answer for a path in `OWN` or below `MODELS`. Raises Failure (401, 404)."""
+        """Returns the answer for a path in `OWN` or below `MODELS`. Raises Failure (401, 404, 503)."""
 
     async def administer(self, path: str, request: web.BaseRequest, on_admin_port: bool) -> web.Response:
-        """Returns the answer for an administrative path. Raises Failure if the client may not use the path."""
+        """Returns the answer for an administrative path. Raises Failure, also if the client may not use the path."""
 
 
 class OwnPages:
-    """The pages of the process that schedules. Worker processes forward such requests to this process."""
+    """The pages that this process answers itself. Worker processes forward such requests to the scheduler process."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class OwnPages:
         return _json(listed)
 
     def _one_model(self, request: web.BaseRequest, name: str) -> web.Response:
-        """Returns the answer about any name that requests may have, listed or not. Raises Failure (401, 404, 503)."""
+        """Returns the entry of any model name that requests may use, listed or not. Raises Failure (401, 404, 503)."""
         for entry in self._models_for(request):
             if entry["id"] == name:
                 return _json(entry)

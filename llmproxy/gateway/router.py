@@ -103,7 +103,7 @@ class Router:
         return response
 
     async def _answer(self, path: str, request: web.BaseRequest, rules: Rules, checked: bool) -> web.StreamResponse:
-        """Answers a request whose connection has no kept facts about its head. Raises Failure."""
+        """Answers a request without current facts about its head. Raises Failure."""
         if not checked:
             check_strictness(request, self._head_bytes_max)
         if is_administrative(path):
@@ -154,7 +154,7 @@ class Router:
         return failure.response(error_dialect(path), {"x-request-id": own_id})
 
     def reject(self, failure: Failure) -> bytes:
-        """Counts and logs a connection that ends before any request, and returns the bytes of its answer.
+        """Counts and logs a connection that is refused without a whole request, and returns the bytes of its answer.
 
         Each wrong protocol is logged only once, because a client with a wrong URL retries again and again.
         """

@@ -73,8 +73,8 @@ class AdapterRoutes:
 def _answer(report: Report) -> web.Response:
     """Returns the report as JSON.
 
-    The status is 200 if all replicas accepted. It is their common 4xx if all refused with the same status and the proxy
-    does not ask them again. Otherwise it is 502.
+    The status is 200 if all replicas accepted. It is 4xx if all replicas that answered refused with this status and the
+    proxy does not ask them again. Otherwise it is 502.
     """
     failed = [reply for reply in report.replies if not reply.taken]
     shown: dict[str, Any] = {

@@ -34,7 +34,7 @@ class DrainableBackends(Protocol):
     def drain(self, name: str, deadline_s: float | None) -> None:
         """Sends no new requests to a backend.
 
-        After `deadline_s`, running streams move to other backends (None: never).
+        After `deadline_s` (None: never), requests move to other backends that can continue them.
         """
 
     def undrain(self, name: str) -> None:

@@ -76,7 +76,7 @@ class AdminPages:
     def _is_local(self, request: web.BaseRequest) -> bool:
         """Returns whether the client seems to be on this machine.
 
-        A reverse proxy on this machine that adds no fields hides clients of other machines. A web page of another
+        Behind a reverse proxy on this machine that adds no fields, every client seems local. A web page of another
         server is no local client, even in a browser on this machine. The `Origin` of such a page differs from the
         `Host`. If the name of the page resolves to this machine (DNS rebinding), the `Host` is not a name of this
         machine.
@@ -85,7 +85,10 @@ class AdminPages:
         return client.certain and LOOPBACK[client.address] and self._names_us(request.headers.get("host", "").lower())
 
     def _names_us(self, host: str) -> bool:
-        """Returns whether a `Host` names this machine or an address of the proxy. Every browser sends a `Host`."""
+        """Returns whether a `Host` names this machine or an address of the proxy.
+
+        An absent `Host` counts too, because every browser sends one.
+        """
         name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
         if name in ("", "localhost") or name in self._bound:
             return True
@@ -99,7 +102,7 @@ class AdminPages:
 
         Without the right, a client on this machine gets 401, and so does any client of `/metrics`. Every other client,
         and every client on the wrong port, gets 404, as if the path did not exist. `/metrics` is open on the port for
-        operators, with `admin.public_metrics`, and if there are neither tenants nor an admin key. `/ui` is open if
+        operators, or with `admin.public_metrics`, or if there are neither tenants nor an admin key. `/ui` is open if
         there is an admin key, because the page shows no data without the key. A change outside `/debug` always needs
         the key, because a web page in a local browser can send a POST.
         """
@@ -130,7 +133,7 @@ class AdminPages:
         return page_response({"adapters": [_adapter(state) for state in states], "more": more})
 
     def queue(self, request: web.BaseRequest) -> web.Response:
-        """Returns the whole queue. With `?request=`, returns the position of that request (404 if it does not wait).
+        """Returns the state of all queues; with `?request=`, the position of that request (404 if it does not wait).
 
         Returns 429 if pages are requested too often. Requests for this page appear neither in the metrics nor in the
         log.
@@ -146,7 +149,7 @@ class AdminPages:
         return page_response(self.position(position))
 
     def explain(self, request: web.BaseRequest) -> web.Response:
-        """Returns the last `?limit=` (1 to 100) placement decisions of each pool, or the decisions about `?request=`.
+        """Returns the last `?limit=` (1 to 100) placement decisions of each pool, or only about one `?request=`.
 
         Returns 404 if no decision about that request is remembered, and 429 if pages are requested too often.
         """
@@ -243,15 +246,15 @@ def _dumped(page: dict[str, Any]) -> bytes:
     try:
         return orjson.dumps(page, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
     except TypeError:
-        # The name of a flow came from a header that is not UTF-8.
+        # A name on the page has surrogates, which represent bytes that are not UTF-8.
         return json.dumps(page, indent=2).encode() + b"\n"
 
 
 def query_number(request: web.BaseRequest, name: str, default: int, most: int) -> int | None:
     """Returns an integer query parameter.
 
-    Returns `default` if the parameter is absent. Returns None if the value is no integer from 1 to `most`, also for
-    such a `default`.
+    Returns `default` if the parameter is absent. Returns None if the value, or this `default`, is no integer from 1 to
+    `most`.
     """
     asked = request.query.get(name, str(default))
     # Python refuses to read thousands of digits.

@@ -12,16 +12,19 @@ from llmproxy.core.domain import BackendPace, Explained, Learned, Price
 from llmproxy.core.snapshot import PoolChoices
 
 PRICES_MAX = 500
-"""The maximum number of prices on a page. A decision has a price for each candidate. Writing a price takes 15 µs."""
+"""The maximum number of prices on a page with several decisions. Writing a price takes 15 µs.
+
+A decision has a price for each candidate.
+"""
 UNPRICED = "This placement has no prices; the terms of its choices are in the log."
 ALIKE = 0.05  # A speed that differs from the pool's by less than this share is shown as equal.
 
 
 def choice_pages(pools: Iterable[PoolChoices], now: float, limit: int, wanted: str | None) -> list[dict[str, Any]]:
-    """Returns the last `limit` placement decisions of each pool, newest first, at most PRICES_MAX prices in all.
+    """Returns the last `limit` placement decisions of each pool, newest first.
 
-    `wanted` selects the decisions about the request with this id or label; None selects all. `now` is the clock of the
-    decisions, for their ages.
+    Decisions beyond PRICES_MAX prices in all are left out, but never the first. `wanted` selects the decisions about
+    the request with this id or label; None selects all. `now` is the clock of the decisions, for their ages.
     """
     pages, left = [], PRICES_MAX
     for pool in pools:
@@ -51,7 +54,7 @@ def price_text(price: Price, prompt_tokens: int) -> str:
 
 
 def terms_text(terms: Sequence[tuple[str, float]]) -> str:
-    """Returns the terms that are not negligible as text: `queue 0.10 + prefill 0.27 + harm 0.04`."""
+    """Returns, as text, the terms that do not round to zero: `queue 0.10 + prefill 0.27 + harm 0.04`."""
     digits = _digits(sum(value for _, value in terms))
     return " + ".join([f"{name} {value:.{digits}f}" for name, value in terms if round(value, digits)])
 

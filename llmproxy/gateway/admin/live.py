@@ -52,7 +52,7 @@ REQUESTS_SHOWN = 100
 REQUESTS_SEARCHED = 1_000
 """The number of remembered requests that a filter searches. Searching all of them takes too long."""
 PREFIXES_MAX = 50
-CHOICES_MAX = 20  # The number of choices of a backend that are shown for one request, the newest first.
+CHOICES_MAX = 20  # The maximum number of placement decisions shown for one request, the newest first.
 SETTINGS_MAX = 5_000
 FILTERS: dict[str, Callable[[RequestExit], Iterable[str | None]]] = {
     "outcome": lambda ended: (ended.outcome.value,),
@@ -64,7 +64,10 @@ FILTERS: dict[str, Callable[[RequestExit], Iterable[str | None]]] = {
     "band": lambda ended: (ended.band,),
     "backend": lambda ended: [attempt.backend for attempt in ended.tried] or (None,),
 }
-"""Filter name -> values of a request. A request matches if a value equals the filter; an empty filter matches None."""
+"""Filter name -> function that returns values of a request.
+
+A request is shown if every given filter equals a value of the request. An empty filter matches None.
+"""
 
 
 class LivePages:
@@ -197,7 +200,7 @@ class LivePages:
         return fields
 
     def _waited(self, ended: RequestExit) -> dict[str, Any] | None:
-        """Returns since when and why a request waited that ended without a backend; None for other requests."""
+        """Returns since when and why a request waited, if it ended in the queue; None for other requests."""
         since_s, arrived_s = ended.queued_s, ended.arrived_s
         if since_s is None or arrived_s is None:
             return None

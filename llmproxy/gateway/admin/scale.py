@@ -38,7 +38,7 @@ class ScalePages:
     def needs(self) -> dict[str, Need]:
         """Maps each pool to its need for replicas. The result is at most CACHE_S old.
 
-        Until each backend was polled once, the result is empty, unless requests wait.
+        Until each backend was polled once and one has answered, the result is empty, unless requests wait.
         """
         now, catalogue = self._clock(), self._pools.catalogue
         self._known = self._known or (catalogue.ever_read and catalogue.all_polled)
@@ -71,7 +71,7 @@ class ScalePages:
         return page_response({"pools": pages})
 
     def _states(self) -> dict[str, Counter[str]]:
-        """Returns pool -> state -> number of backends.
+        """Returns pool -> state -> number of backends, without external backends.
 
         A backend that has not listed its models yet counts toward the pool of the other backends from its source, if
         they have only one pool.

@@ -58,9 +58,9 @@ class UsagePage:
         )
 
     def _limits(self, tenant: str) -> dict[str, Any]:
-        """Returns the configured limits of a tenant, and how much is left of its rates and budgets.
+        """Returns the configured limits of a tenant, and how much is left of its budgets and (if known) of its rates.
 
-        Returns nothing for a name that is not configured.
+        Returns an empty dict for a name that is not configured.
         """
         entry = self._tenants().get(tenant)
         if entry is None:

@@ -1,8 +1,8 @@
 """Limits for one client address: connections, and requests per second.
 
-Requests count for the address of the client. Connections count for the address of the peer, unless the peer is a
-trusted proxy. All addresses in an IPv6 network of 64 bits count as one, because a client usually owns the whole
-network.
+Requests count for the address of the client, and connections for the address of the peer. The connections of a trusted
+proxy have no limit of their own. All addresses in an IPv6 network of 64 bits count as one, because a client usually
+owns the whole network.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from llmproxy.gateway.http.client_address import InNetworks
 from llmproxy.gateway.http.errors import Failure
 
 ADDRESSES_MAX = 10_000
-"""The number of addresses whose rate is remembered. The least recently seen address is forgotten first."""
+"""The number of addresses whose rate is remembered.
+
+The address whose last accepted request is the oldest is forgotten first.
+"""
 RETRY_S = 1.0  # The Retry-After of a refused connection.
 
 

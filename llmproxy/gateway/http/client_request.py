@@ -1,4 +1,7 @@
-"""Subclasses of aiohttp's requests and answers that need fewer Python calls in the usual cases."""
+"""Subclasses of aiohttp's requests and answers that need fewer Python calls in the usual cases.
+
+`ChunkedRequest` adds one call instead, so that a trailer cannot get into the next request.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +50,8 @@ class ChunkedRequest(ClientRequest):
 def arrived_body(request: web.BaseRequest) -> bytes | None:
     """Takes the body of a request out of aiohttp's buffer, if the whole body has arrived.
 
-    Returns None if it has not, or if the body is broken. Most bodies arrive with their head, and aiohttp's reader would
-    take ten calls for them.
+    Returns None if it has not arrived or is broken, or if a part was read. Most bodies arrive with their head, and
+    aiohttp's reader would take ten calls for them.
     """
     content = request._payload
     if content is EMPTY_PAYLOAD:

@@ -57,7 +57,7 @@ class ConnectionHandler(Protocol):
         """Counts and logs a request that the parser refused, and returns the answer for `failure`."""
 
     def reject(self, failure: Failure) -> bytes:
-        """Counts and logs a connection that ends before any request, and returns the bytes of its answer."""
+        """Counts and logs a connection that is refused without a whole request, and returns the bytes of its answer."""
 
 
 class PausableWriter(Protocol):
@@ -67,7 +67,7 @@ class PausableWriter(Protocol):
         """Called when the client reads more slowly than the proxy writes."""
 
     def resume_writing(self) -> None:
-        """Called when the client has read the buffered bytes."""
+        """Called when the client has read enough of the buffered bytes."""
 
 
 class ClientConnection(web.RequestHandler):
@@ -103,7 +103,7 @@ class ClientConnection(web.RequestHandler):
         self._wire: asyncio.Transport | None = None
         # The last head that `keep_head` kept, with the facts about it; None if it kept none.
         self.kept_head: KeptHead | None = None
-        # Whether the client has closed the connection. The task of the handler is cancelled soon after.
+        # Whether the client has closed the connection, or it is lost. The handler's task is cancelled soon after.
         self.left = False
         # The writer of the current answer; None between answers and while aiohttp writes the answer.
         self.writer: PausableWriter | None = None
@@ -129,7 +129,7 @@ class ClientConnection(web.RequestHandler):
         """Schedules the close of this connection; see `ClientServer.lose_soon`.
 
         Returns True, so that asyncio keeps the connection open until then. Returns None, so that asyncio closes the
-        connection at once, if the connection is refused or already lost.
+        connection at once, if the connection uses TLS or is refused or already lost.
         """
         server = cast("ClientServer | None", self._manager)
         if server is None or self._wire is None or self._address is None:
@@ -268,7 +268,7 @@ class ClientConnection(web.RequestHandler):
         self._end_with(Failure(Outcome.BAD_REQUEST, message, status=408))
 
     def _end_with(self, failure: Failure) -> None:
-        """Sends an answer and closes the connection. Used before any handler has started."""
+        """Sends an answer and closes the connection. Used while no handler runs."""
         self._end_head()
         if self.transport is not None:
             self.transport.write(self._conn_handler.reject(failure))
@@ -293,7 +293,7 @@ class ClientConnection(web.RequestHandler):
             return
         broken = self._messages[-1][0]
         if isinstance(broken, _ErrInfo) and isinstance(broken.exc, HttpProcessingError):
-            # The rest of the body cannot be parsed. Without this, its reader would wait forever.
+            # The rest of the body cannot be parsed. Without an exception, its reader would wait forever.
             request.content.set_exception(web.RequestPayloadError(_parse_failure(broken.exc).message))
             # Nothing is left to be read and dropped after the answer.
             request.content.feed_eof()
@@ -386,7 +386,7 @@ def _request(
 ) -> web.BaseRequest:
     kind = ChunkedRequest if message.chunked else ClientRequest
     request = kind(message, payload, protocol, writer, task, protocol._loop)
-    # The library would find both in calls of their own.
+    # aiohttp would find headers and version in calls of their own.
     request._cache.update(headers=message.headers, version=message.version)
     kept = protocol.kept_head if isinstance(protocol, ClientConnection) else None
     if kept is not None and kept.is_head_of(message):

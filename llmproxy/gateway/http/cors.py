@@ -33,7 +33,7 @@ class Cors:
 
     @classmethod
     def from_config(cls, config: Config) -> Cors | None:
-        """Returns None if `clients.allowed_origins` is empty. Answers then have no CORS fields."""
+        """Returns None if `clients.allowed_origins` is empty. The proxy then adds no CORS fields."""
         return cls(config.clients.allowed_origins) if config.clients.allowed_origins else None
 
     def preflight(self, request: web.BaseRequest) -> web.Response | None:

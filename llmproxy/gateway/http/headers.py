@@ -36,7 +36,7 @@ OBJECTIVE_HEADERS = ("x-llm-d-inference-objective", "x-gateway-inference-objecti
 FAIRNESS_HEADERS = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
 TTFT_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
 TPOT_HEADERS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
-# Addresses from which llm-d's sidecar in front of an engine fetches the prefill or encoded media.
+# Addresses of other engines, which llm-d's sidecar in front of an engine asks for a part of the work or for all of it.
 _DISAGGREGATION_HEADERS = ("x-prefiller-host-port", "x-encoder-hosts-ports", "x-data-parallel-host-port")
 PRIVILEGED = frozenset(
     {
@@ -90,9 +90,10 @@ def _end_to_end(fields: Headers, withheld: Set[str], own_key: bool, keep_credent
 
 
 def to_client(fields: Iterable[tuple[str, str]]) -> Headers:
-    """Returns a backend's end-to-end fields for the client, without the fields that the proxy sets itself.
+    """Returns a backend's end-to-end fields for the client, and the proxy's `Server`.
 
-    Control characters such as line breaks become spaces (RFC 9110, section 5.5).
+    Fields that the proxy sets itself are left out. Control characters such as line breaks become spaces (RFC 9110,
+    section 5.5), and bytes that are not UTF-8 are read as Latin-1.
     """
     sent, named = Headers(), _NOTHING
     for name, value in fields:
@@ -116,7 +117,7 @@ def reason_to_client(reason: str) -> str:
 
 
 def _clean(value: str) -> str:
-    """Returns `value` with control characters replaced by spaces."""
+    """Returns `value` as `as_text` reads it, with control characters replaced by spaces."""
     return _CONTROL.sub(" ", as_text(value))
 
 

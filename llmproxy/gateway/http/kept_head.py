@@ -6,7 +6,7 @@ from aiohttp.http import RawRequestMessage
 
 KEPT_BYTES_MAX = 4096
 """The maximum size of a kept head. A usual head takes 3 KB of memory, a hundred short fields take 35 KB."""
-LENGTH_DIGITS_MAX = 20  # The longest value of Content-Length, which may differ between equal heads.
+LENGTH_DIGITS_MAX = 20  # The maximum digits of Content-Length, whose value may differ between equal heads.
 LENGTH = b"content-length"
 
 

@@ -1,4 +1,4 @@
-"""The table of all routes. A path that is not in the table does not exist for clients."""
+"""The table of scheduled routes, and other paths. A path neither here nor in `pages` does not exist for clients."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from llmproxy.gateway.http.errors import Failure
 from llmproxy.gateway.http.headers import named_in_connection
 
 SINGLE = ("authorization", "x-api-key", "x-request-id", "content-encoding", "expect")
-"""Fields that a request may have only once, because the proxy and a backend may both read them.
+"""Fields that a request may have only once, because the proxy could read one of them and a backend another.
 
 aiohttp's parser already refuses a repeated Host, Content-Length and Transfer-Encoding.
 """

@@ -29,7 +29,7 @@ _log = structlog.get_logger()
 
 
 class _Unusable(Exception):  # noqa: N818 - the message describes a file
-    """The files that the key `key` of the section `tls` names cannot be used."""
+    """A file of the section `tls` cannot be used. `key` is the setting that names the file."""
 
     def __init__(self, key: str, why: str) -> None:
         super().__init__(why)
@@ -67,7 +67,10 @@ class ClientTls:
 
     @classmethod
     def from_config(cls, config: TlsConfig) -> ClientTls | None:
-        """Build the context; None if clients use plain HTTP. Raises ConfigError if only a part is configured."""
+        """Returns the configured context; None if clients use plain HTTP.
+
+        Raises ConfigError, also for `key` or `client_ca` without `cert`.
+        """
         if config.cert is not None:
             return cls(config.cert, config.key, config.client_ca)
         if config.key is not None or config.client_ca is not None:
@@ -97,7 +100,7 @@ class ClientTls:
             self.renew()
 
     def _read(self) -> ssl.SSLContext:
-        """Build a context from the current files. Raises _Unusable."""
+        """Returns a context from the current files. Raises _Unusable."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["http/1.1"])
@@ -164,9 +167,9 @@ class _Handshake:
 class TlsConnection(SSLProtocol):
     """Runs uvloop's TLS below the protocol `connection`. Limits count the connection as soon as it is accepted.
 
-    With `create_server(ssl=...)`, limits would not count connections whose handshake never ends. If a client has too
-    many connections, the new one is closed before the handshake, which would cost far more than an answer; `reject`
-    counts and logs this. A connection is closed without an answer if its handshake takes more than `timeout_s` seconds.
+    With `create_server(ssl=...)`, limits would not count connections whose handshake never ends. A connection beyond
+    the limits is closed without an answer, because a handshake costs far more than an answer; `reject` counts and logs
+    this. A connection is also closed without an answer if its handshake takes more than `timeout_s` seconds.
     """
 
     def __init__(

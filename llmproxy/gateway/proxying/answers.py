@@ -30,9 +30,9 @@ from llmproxy.gateway.request.prefix_hash import BLOCKS_MAX, PROMPT_MEMBERS, Cha
 ANSWER_BYTES_MAX = 1 << 20
 """The maximum size of a captured answer: 5,000 tokens of a chat stream.
 
-A larger answer is not indexed. The maximum takes 10 ms to parse, in steps of 2 ms.
+A larger answer is neither indexed nor continued. The maximum takes 10 ms to parse, in steps of 2 ms.
 """
-CAPTURED_BYTES_MAX = 64 << 20  # The maximum size of all captured answers together. Further answers are not indexed.
+CAPTURED_BYTES_MAX = 64 << 20  # The maximum size of all captured answers together. Further bytes drop their answer.
 
 EVENTS_BYTES = 4096  # About how many bytes of a stream's events are parsed in one call.
 
@@ -88,10 +88,10 @@ class Answers:
     def capture(self, parsed: ParsedBody, continues: bool = False) -> CapturedAnswer | None:
         """Begins to capture the answer to `parsed`. Returns None if the answer is not needed.
 
-        An answer is needed if another backend may continue its stream (`continues`), or if a later prompt can be
-        matched with it. No later prompt can if the request has several choices or prompts (it is unknown which choice
-        the client sends back), if its prompt is token ids (the answer is text), or if its prompt already has BLOCKS_MAX
-        hashes of blocks.
+        An answer is needed if another backend may continue its stream (`continues`), or if a later prompt can match it.
+        No later prompt matches if the request has several choices or prompts (it is unknown which choice the client
+        sends back), if its prompt is token ids (the answer is text), or if its prompt already has BLOCKS_MAX hashes of
+        blocks.
         """
         chain = parsed.chain
         if (
@@ -189,8 +189,8 @@ def _unreasoned(message: dict[str, Any]) -> dict[str, Any]:
 def parsed_events(raw: bytes) -> Iterator[list[Any]]:
     """Yields the parsed JSON data of several events at a time.
 
-    This costs a third of parsing each event by itself. Engines write the data of an event in one line, and the end mark
-    is left out.
+    This costs a third of parsing each event by itself. Expects the data of an event in one line, as engines write it.
+    Leaves out the end mark.
     """
     lines = [line[5:].strip() for line in raw.split(b"\n") if line.startswith(b"data:")]
     if lines and lines[-1] == b"[DONE]":

@@ -20,7 +20,7 @@ _INPUT = re.compile(rb"""['"]input\\?['"]""")
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A complete error answer of a backend. The client gets this answer if no other attempt is made."""
+    """An error answer of a backend, which the client gets if no other attempt is made."""
 
     status: int
     reason: str
@@ -56,7 +56,7 @@ class Call(Timed, eq=False):
     # Whether the backend lists the model, so that "unknown model" is the backend's error and not the client's.
     listed: bool = True
     # Whether another backend may continue the stream or repeat the answer. Then only whole events are relayed, an error
-    # event is held back, and an answer without a stream is held until it is complete.
+    # event is held back, and an answer without a stream is held until it is complete or has HELD_BYTES_MAX bytes.
     holds: bool = False
     # Whether the backend is external, so that no other backend can continue its answer.
     external: bool = False
@@ -65,11 +65,11 @@ class Call(Timed, eq=False):
 
     # The backend's own error answer; None if there is none.
     answer: Answer | None = None
-    # The first and the last bytes of an answer without a stream, and the number of all its bytes.
+    # The first bytes of the answer. Without a stream, also the last bytes, and the number of all bytes.
     head: bytes = b""
     tail: bytes = b""
     answer_bytes: int = 0
-    # When the last bytes of the answer came, on the clock `now`.
+    # When the last bytes of a stream came, on the clock `now`.
     last_byte_s: float = 0.0
     # The KV transfer parameters in the answer to a prefill.
     parameters: Parameters | None = None

@@ -83,7 +83,7 @@ def call_for(
         model=backend.external.models.get(model, model),
         want_usage=ask_usage,
         priority=priority,
-        # Servers other than vLLM may refuse the member.
+        # Servers other than vLLM may refuse `cache_salt`.
         salt=None if external else context.salt,
         trusted=context.trusted,
         transfer=rules.connector.asks if prefill else transfer,

@@ -69,8 +69,8 @@ class Deadlines:
 class Timed(Struct, eq=False, kw_only=True):
     """The time limits of one attempt, as a context manager that raises TimeoutError when a limit is exceeded.
 
-    A stream has a limit for its first token, and then a limit for silence. Every attempt has a total limit. All times
-    are on the clock `now`, the clock of the event loop.
+    A stream has a limit for its first token. After the first bytes, every answer has a limit for silence. Every attempt
+    has a total limit. All times are on the clock `now`, the clock of the event loop.
     """
 
     deadlines: Deadlines
@@ -82,7 +82,7 @@ class Timed(Struct, eq=False, kw_only=True):
     end_s: float = inf
     # When bytes came last, or the client began to read again.
     heard_s: float = 0.0
-    # Whether the attempt has been ended by a limit or by `cut`, and whether by `cut`.
+    # Whether a limit or `cut` has ended the attempt, and whether `cut` was called.
     expired: bool = False
     was_cut: bool = False
     # The number of the sweep that checks the attempt next.
@@ -125,7 +125,7 @@ class Timed(Struct, eq=False, kw_only=True):
         return min(self.limit_s(), now + self.timeouts.stall_s)
 
     def streaming(self, now: float) -> None:
-        """Notes at `now` that the first token has come. From now on, silence is limited."""
+        """Notes at `now` that the answer has begun. From now on, silence is limited."""
         self._streaming, self.heard_s = True, now
 
     def expire(self, at_s: float) -> None:

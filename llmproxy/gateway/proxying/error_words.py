@@ -25,7 +25,7 @@ _DRAINING = "cannot schedule new futures"
 """Text in the answer with status 500 from a vLLM that is shutting down, although its /health is still 200."""
 ABORT = b'"abort"'
 ABORTED = re.compile(rb'"finish_reason"\s*:\s*"abort"')  # The end of all answers of a vLLM that shuts down.
-END_MARK = b"[DONE]"  # The end of a stream. Without a `finish_reason` before it, vLLM shuts down.
+END_MARK = b"[DONE]"  # The end of a stream. If no `finish_reason` came before it, vLLM shuts down.
 _NO_MODEL = re.compile(r"model.{0,300}?(?:does not exist|not found|is not (?:available|loaded|served))", re.I | re.S)
 _NOT_LETTERS = re.compile(r"[^a-z]+")
 # Only letters are compared, so that `BadRequestError`, `Bad Request` and `bad_request_error` are one word.
@@ -83,7 +83,7 @@ def event_cause(data: bytes, *, own_key: bool = True) -> Cause:
 
 
 def _engine_cause(data: bytes) -> Cause:
-    """Returns the cause of an error of the engine: DRAINING, ENGINE_DEAD, or ERROR without the words of either.
+    """Returns the cause of an error of the engine: DRAINING or ENGINE_DEAD if the words say so, otherwise ERROR.
 
     Only the type and the beginning of the message count, because a message may repeat the words of the client.
     """
@@ -95,7 +95,7 @@ def _engine_cause(data: bytes) -> Cause:
 
 
 def error_in(data: bytes) -> dict[str, Any] | None:
-    """Returns the error object in the JSON of an answer or an event; None if there is none."""
+    """Returns the error object in the JSON of an answer or an event; None if there is none, or the JSON is too long."""
     if len(data) > _BYTES_MAX or not _LIKELY.search(data):
         return None
     try:

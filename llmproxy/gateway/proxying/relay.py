@@ -1,7 +1,7 @@
 """Makes an attempt on one backend, from opening the connection to the last byte handed to the client.
 
-The head of the answer is buffered until the first byte of the body. An engine sends the head when it accepts a request,
-long before the first token. Until the client has got more than comments, another backend may be tried.
+The head of the answer is buffered until a part of the body can be relayed. An engine sends the head when it accepts a
+request, long before the first token. Until the client has got more than comments, another backend may be tried.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ HELD_BYTES_MAX = 64 << 10
 Until the client gets its first byte, another backend can repeat the answer.
 """
 
-BEGINNING_BYTES = 2_000  # How much of a longer error answer than BUFFERED_BYTES_MAX is passed on.
+BEGINNING_BYTES = 2_000  # How much of an error answer is passed on if it exceeds BUFFERED_BYTES_MAX.
 
 GOODBYE_S = 5.0  # How long a client may take to read the error event that ends its broken stream.
 
 LINGER_S = 0.05  # How long the connection stays open after the error event of a broken stream.
 
-ANSWER_BYTES_PER_TOKEN = 4  # If a JSON answer reports no usage at its end, this many of its bytes count as one token.
+ANSWER_BYTES_PER_TOKEN = 4  # If a JSON answer exceeds TAIL_BYTES and ends without usage, so many bytes are one token.
 
 
 JSON = ("Content-Type", "application/json")
@@ -70,7 +70,7 @@ _KEY_REFUSED = (
 
 
 class Relay:
-    """Sends requests to backends and relays their answers. Its only state is the time limits of running attempts."""
+    """Sends requests to backends and relays their answers. Its only state is the timers of running attempts."""
 
     def __init__(self, upstream: Upstream, timeouts: TimeoutsConfig) -> None:
         self._upstream = upstream
@@ -149,7 +149,8 @@ class Relay:
 
         def cut() -> None:
             # The loss of the backend ends the attempt, unless the whole answer has arrived and only the client is slow.
-            # A preemption ends an attempt without an answer. A hang ends a stream that another backend can continue.
+            # A preemption or a hang ends an attempt without an answer. A hang also ends a stream that another backend
+            # can continue.
             nonlocal moving
             if lease.revoked and not (attempt.committed and arrived()):
                 call.cut()
@@ -249,7 +250,7 @@ class Relay:
                 check_cut(call)
                 more = not exchange.ended
         if call.holds and ABORT in first and not more and ABORTED.search(first):
-            # The client gets this part of an answer if no other backend answers.
+            # The client gets this part of an answer if no other attempt is made.
             call.answer = Answer(exchange.status, exchange.reason, to_client(exchange.headers), first)
             attempt.fail(Outcome.UPSTREAM_STATUS, Cause.DRAINING, "The backend shut down and aborted its answer.")
             return
@@ -428,7 +429,7 @@ def _so_far(reported: Usage, request: Request, seen: int) -> Usage:
 
 
 def _estimate(attempt: Attempt, lease: Lease, counted: Usage) -> None:
-    """Sets the tokens of an attempt that its limits charge in addition to the tokens that the engine counted."""
+    """Sets the estimated tokens, which usage limits charge in addition to the tokens that the engine counted."""
     request = lease.grant.request
     charged = charged_usage(request, lease.verdict, lease.usage)
     if charged is not None:
@@ -440,8 +441,8 @@ def _estimate(attempt: Attempt, lease: Lease, counted: Usage) -> None:
 async def end_broken(call: Call, attempt: Attempt, client: ResponseWriter, stall_s: float) -> None:
     """Ends a failed event stream with one error event: the engine's, or the proxy's in the client's dialect.
 
-    Aborts the connection instead if the answer is no event stream, or if the client reads more slowly than the proxy
-    writes.
+    Aborts the connection instead if the answer is no event stream. Also aborts it instead of sending the proxy's event
+    if the client reads more slowly than the proxy writes.
     """
     tap = call.tap
     if tap is not None and attempt.outcome is Outcome.UPSTREAM_STATUS:

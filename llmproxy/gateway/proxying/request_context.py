@@ -195,7 +195,7 @@ def make_request(
         band=level,
         flow=flow,
         arrived_s=record.arrived_s,
-        # The maximum wait counts from the moment when the body has been read.
+        # The maximum wait counts from now: the body has been read, or the stream has broken.
         deadline_s=asyncio.get_running_loop().time() + max_wait_s,
         body_bytes=record.body_bytes,
         prompt_tokens=prompt_tokens,

@@ -78,7 +78,7 @@ class ResponseWriter:
         self._drained: asyncio.Future[None] | None = None
         # The response for aiohttp; None until the head of the answer is made.
         self.response: SentResponse | None = None
-        # Called when the answer begins, before the client gets its first byte.
+        # Called when the answer begins, before the client gets a byte of it.
         self.on_commit: Callable[[], None] | None = None
         # Called with each piece of the body, unless the body is encoded.
         self.capture: Callable[[bytes], None] | None = None
@@ -86,7 +86,7 @@ class ResponseWriter:
         self.source: Source | None = None
         # The HTTP status of the answer; 0 until the head is made.
         self.status = 0
-        # The bytes of the body so far, without the framing of chunks.
+        # The bytes of the body so far, without the framing of chunks and the comments of `comment`.
         self.sent_bytes = 0
         # Whether the answer has ended. The client would read further bytes as the answer to its next request.
         self.ended = False
@@ -104,8 +104,8 @@ class ResponseWriter:
     def comment(self, comment: bytes) -> bool:
         """Sends an SSE comment to a client that waits for its stream. The first comment sends the head too.
 
-        Other attempts can still be made after it. Returns False, and sends nothing, if the answer has begun or ended,
-        or the client is gone.
+        Other attempts can still be made after it. Returns False, and sends nothing, after `end_comments`, if the answer
+        has begun or ended, or if the client is gone.
         """
         if self._committed or self._silent or self.ended or self._request.transport is None:
             return False
@@ -171,7 +171,8 @@ class ResponseWriter:
     def write(self, data: bytes) -> None:
         """Sends a piece of the body.
 
-        Raises ConnectionError if the client is gone, and RuntimeError after the end of the answer.
+        If the client has left, drops the piece, because the handler is cancelled soon. Raises ConnectionError if the
+        connection was closed otherwise, and RuntimeError after the end of the answer.
         """
         self.sent_bytes += len(data)
         if self.capture is not None:

@@ -92,7 +92,7 @@ class StreamTap:
         self.first_event_complete = False
         # Whether an event was seen that is neither an error nor an acknowledgement of the request.
         self.first_token_seen = False
-        # Whether the first event with data was an error, and whether any event was.
+        # Whether the first event with data was an error, and whether any event was an error.
         self.error_first = False
         self.error_seen = False
         # Whether the client has got an error event, although the tap holds errors back.
@@ -127,7 +127,7 @@ class StreamTap:
 
     @property
     def cut_short(self) -> bool:
-        """Whether a stream without an end of its answer has ended regularly, so that another stream can go on.
+        """Whether the end of the answer is missing. If so at the end of the stream, another stream can go on.
 
         Always False without `holds`.
         """
@@ -157,8 +157,8 @@ class StreamTap:
     def flush(self) -> bytes:
         """Returns the buffered bytes at the regular end of a stream.
 
-        Must not be called for a broken stream, whose buffered bytes are an incomplete event: after these bytes are
-        sent, `at_boundary` is False.
+        Must not be called for a broken stream: the client would get its incomplete event, and `at_boundary` would be
+        False.
         """
         self._note_end()
         rest = bytes(self._partial[self._handed_bytes :])

@@ -2,7 +2,8 @@
 
 A request that fetches or cancels a stored response goes to its backend without waiting, because nothing is computed. A
 request that continues a response (`previous_response_id`) waits for that backend: engines keep responses in their own
-memory. After a restart of the proxy, the backends of older responses are unknown, and such a request tries all.
+memory. After a restart of the proxy, the backends of older responses are unknown. Then a request that continues one
+tries all backends, or gets 404 if tenants are configured.
 """
 
 from __future__ import annotations
@@ -91,9 +92,10 @@ class StoredResponses:
         # Number of ids -> the tenants with so many. The tenant with the most is found without a search of all.
         self._tenants_with: dict[int, dict[str, None]] = {}
         self._most = 0  # No tenant has more ids.
-        # Called with id, backend and tenant of each response that was made in this process.
+        # Called with id, backend and tenant of each response whose backend this process or its worker learned from an
+        # answer.
         self.on_made: Callable[[str, str, str], None] = lambda *_: None
-        # Called with id, backend and tenant of each response that another process has announced as authoritative.
+        # Called with id, backend and tenant of each response reported by the process that knows all responses.
         self.on_owner: Callable[[str, str, str], None] = lambda *_: None
         # Waits until this process knows the responses that other processes made before; None with one process.
         self.catch_up: Callable[[], Awaitable[None]] | None = None
@@ -114,7 +116,7 @@ class StoredResponses:
         self.made(found[1].decode(), backend, tenant)
 
     def made(self, response_id: str, backend: str, tenant: Tenant = NO_TENANT) -> None:
-        """Notes a response that was made in this process, and reports it by `on_made`."""
+        """Notes a response whose backend this process has learned from an answer, and reports it by `on_made`."""
         if self.note(response_id, backend, tenant.name):
             self.on_made(response_id, backend, tenant.name)
 
@@ -147,7 +149,7 @@ class StoredResponses:
         return True
 
     def _resized(self, tenant: str, by: int) -> None:
-        """Notes that `tenant` has `by` more ids than before, 1 or -1."""
+        """Notes that the number of ids of `tenant` has changed by `by`, 1 or -1."""
         size = len(self._ids_of[tenant])
         before = self._tenants_with.get(size - by)
         if before is not None:
@@ -203,8 +205,8 @@ class StoredResponses:
     ) -> Callable[[], None]:
         """Returns a callback that notes the new response when its answer begins, before the client can use the id.
 
-        `stores`: whether the engine stores the new response. A `previous` response whose backend was unknown is noted
-        too.
+        `stores`: whether the engine stores the new response. If the answer is 2xx, a `previous` response whose backend
+        was unknown is noted too.
         """
 
         def note() -> None:

@@ -51,7 +51,7 @@ class ResponseRelay:
         Raises ConnectionError if the client is gone.
         """
         self._attempt.enter(AttemptState.DELIVERING)
-        # Until here, an answer that is not a stream had only the total time limit.
+        # An answer without a stream that came in one piece had only the total time limit so far.
         self._call.streaming(self._call.now())
         await self._client.end()
 

@@ -137,6 +137,6 @@ def _salt(entry: TenantConfig) -> bytes | None:
     """
     if entry.cache_salt is None:
         return None
-    # The owner of this key can compute the secret, but gains nothing beyond the rights of the key.
+    # The owner of the first key can compute the secret, but gains nothing beyond the rights of the key.
     text = f"{entry.name}\0{entry.keys[0].hash}" if entry.cache_salt == AUTO_SALT else entry.cache_salt
     return sha256(f"llmproxy cache salt\0{text}".encode()).digest()

@@ -24,7 +24,7 @@ class BodyBudget:
         self.bytes_max = self.slow_bytes_max = sys.maxsize
 
     def limit(self, bytes_max: int, body_bytes_max: int) -> None:
-        """Sets the limits in bytes for all bodies together and for one body.
+        """Sets the limit in bytes for all bodies together, at least `body_bytes_max`, the limit for one body.
 
         Bodies that are already buffered stay, also above the new limits.
         """

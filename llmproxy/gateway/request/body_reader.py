@@ -119,7 +119,7 @@ class BodyReader:
     async def read(self, body: bytes, kind: BodyKind, content_type: str = "") -> ParsedBody:
         """Reads one request body. Raises BadBody.
 
-        A form needs the `content_type` of the request. The event loop is not blocked for more than about 10 ms, nor by
+        A form needs the `content_type` of the request. This method blocks the event loop for at most about 10 ms, as do
         the methods of the result.
         """
         if kind is BodyKind.FORM:
@@ -157,7 +157,7 @@ class BodyReader:
 def parses_at_once(body: bytes) -> bool:
     """Returns whether parsing `body` takes at most about 2 ms.
 
-    The result may be False for a body that parses faster, if its text contains many brackets.
+    The result may be False for a body that parses faster, if it is long or its text contains many brackets or commas.
     """
     if len(body) <= 2 * PARSE_VALUES_MAX:
         return True
@@ -176,7 +176,7 @@ _values = Decoder(dict[str, Raw]).decode  # Finds the values of the top-level me
 def _name_bytes(body: bytes) -> int:
     """Returns how many bytes are outside the values of distinct members, or in arguments for the engine.
 
-    Repeated members are outside too. Raises BadBody for a body that is no JSON object.
+    Of a repeated member, all values but the last are outside too. Raises BadBody for a body that is no JSON object.
     """
     try:
         values = _values(body)
@@ -324,7 +324,7 @@ def _is_alike(kind: BodyKind, fields: Mapping[str, Any]) -> bool:
 
 
 def read_form(body: bytes, content_type: str, session_members: Sequence[str] = ()) -> Slices[ParsedBody]:
-    """Finds `model` and `stream` in a multipart form. Raises BadBody.
+    """Finds `model`, `stream` and `session_members` in a multipart form. Raises BadBody.
 
     The size of the prompt is set to MEDIA_BYTES, because the form usually has one sound.
     """
@@ -455,7 +455,7 @@ def _option(body: bytes, name: str, member: Member) -> Any:
 
 
 def _scanned_text(body: bytes, member: Member) -> Any:
-    """Returns the value of a member that may name a session; None if it is too long or invalid."""
+    """Returns the value of a member; None if it is too long or invalid."""
     try:
         return _option(body, "", member)
     except BadBody:

@@ -21,8 +21,8 @@ band level, flow, maximum wait (s), weight, objective, and the name of an object
 class HeadFacts:
     """The facts of one request head.
 
-    A connection keeps them as long as its next request has an equal head, and gives them to that request. They are used
-    only if `rules` are still the current rules; after a reload of the configuration they are found again.
+    A connection keeps the latest facts, and gives them to each later request with an equal head. They are used only if
+    `rules` are still the current rules; after a reload of the configuration they are found again.
     """
 
     # The `Rules` by which the facts were found.
@@ -43,7 +43,7 @@ class HeadFacts:
     # The requested model name and the target of the latest request, and the result of `Identity.classify` for them.
     standing_for: tuple[str, str] | None = None
     standing: Standing | None = None
-    # How long a request may wait for a first backend that serves its model; None until it is computed.
+    # The result of `Identity.max_wait_s`, which limits the wait for a first backend; None until it is computed.
     max_wait_s: float | None = None
     # The client's fields for backends (see `to_backend`): whether the proxy has a key for the backend -> fields. None
     # if the facts are not kept.

@@ -186,8 +186,8 @@ class Identity:
         """Sets the band, flow, weight, objective and maximum wait of a request in its `record`.
 
         `requested` is the model name of the client, and `target` the model behind this name. A trusted header takes
-        precedence over the tenant, and the tenant over the model. No request gets above its tenant's `band_max`.
-        Without `band_max`, a header raises the band only for a trusted tenant. Any client can lower its band. Raises
+        precedence over the tenant, and the tenant over the model. No request gets above its tenant's `band_max`. If a
+        tenant has none, a header raises the band only if the tenant is trusted. Any client can lower its band. Raises
         Failure (400) for an invalid time in a header of a trusted client, and for an invalid TTL header of any client.
         """
         named = _first(headers, OBJECTIVE_HEADERS)

@@ -225,7 +225,7 @@ def _unescaped(piece: bytes) -> tuple[bytes, int]:
 
 
 def _piece(body: bytes, at: int, size: int) -> bytes:
-    """Returns at most `size` bytes from position `at`, cut so that no escape is split.
+    """Returns at most `size` bytes from position `at`, cut so that no backslash is split from the byte that it escapes.
 
     Raises BadBody at the end of `body`.
     """

@@ -20,14 +20,14 @@ from llmproxy.gateway.request.prefix_hash import PREVIOUS, SALT, Chain
 
 KV_TRANSFER = "kv_transfer_params"
 TRANSFER = (KV_TRANSFER, "ec_transfer_params")
-"""Members that clients must not send. They make an engine read or keep a KV cache for another engine, or crash."""
+"""Members that are not taken from clients. They make an engine read or keep a KV cache for another engine, or crash."""
 _SAMPLING = "sampling_params"
 _SAMPLING_LIMIT = f"{_SAMPLING}.max_tokens"
-# Member with arguments for the engine -> path from it to an inner object. TRANSFER members have an effect in both.
+# Member with arguments for the engine -> path to an object in it. TRANSFER members count in the member and the object.
 ARGUMENTS = {"vllm_xargs": (), _SAMPLING: ("extra_args",)}
 PRIORITY = "priority"
 GUARDED = frozenset({*TRANSFER, *ARGUMENTS, PRIORITY})
-"""Members that change the work of an engine for other requests. The proxy replaces or refuses them."""
+"""Members that can change the work of an engine for other requests. The proxy checks, replaces or refuses them."""
 # Members of a `/v1/responses` body: the id of the new response, and whether the engine stores the response.
 REQUEST_ID, STORE = "request_id", "store"
 RESPONSE_MEMBERS = (PREVIOUS, REQUEST_ID, STORE)
@@ -150,9 +150,10 @@ class ParsedBody(RequestFacts, frozen=True, kw_only=True):
 
         `model` replaces the model name; a body without a model name gets none. `want_usage` asks for usage in chat and
         completion streams whose client did not ask for it. `priority` is the engine's priority; lower goes first. It
-        replaces the client's priority if the endpoint has such a field. On other endpoints the priority of a client
-        that is not `trusted` becomes 0, the default. `salt` replaces `cache_salt`. `transfer` is the JSON value of the
-        proxy's `kv_transfer_params`. `prompt_alone` asks for the prompt and one token, without a stream.
+        replaces the client's priority if the endpoint has such a field. Otherwise, also without `priority`, the
+        priority of a client that is not `trusted` becomes 0, the default. `salt` replaces `cache_salt`. `transfer` is
+        the JSON value of the proxy's `kv_transfer_params`. `prompt_alone` asks for the prompt and one token, without a
+        stream.
         """
         if not self.body:
             return Spliced(())

@@ -65,10 +65,11 @@ def large_prompt_chain(
 ) -> Slices[Chain]:
     """Returns the chain of a body of any size.
 
-    `members` must contain its PROMPT_MEMBERS, PREVIOUS and SALT, as far as the body has them. The result equals
-    `prompt_chain`, except if an object repeats a member name or the body has more than PIECES_MAX pieces; clients send
-    neither. The chain ends early if the JSON is invalid, which the engine reports, or has more than _VALUES_MAX values.
-    Yields after at most about `slice_bytes` (16 or more) of text or 1,024 values.
+    `members` must have an entry for each member of the body that is in `PROMPT_MEMBERS[kind]`, or is PREVIOUS or SALT.
+    The result equals `prompt_chain`, except if an object repeats a member name or the body has more than PIECES_MAX
+    pieces; clients send neither. The chain ends early if the JSON is invalid, which the engine reports, or has more
+    than _VALUES_MAX values. Yields after about `slice_bytes` of text or 1,024 values, whichever comes first.
+    `slice_bytes` must be at least 16.
     """
     try:
         begin = empty_chain(_salt(body, members.get(SALT)))

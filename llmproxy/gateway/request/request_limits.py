@@ -43,8 +43,9 @@ class RequestLimits:
     def apply(self, route: Route, parsed: ParsedBody, tenant: str, target: Target, estimator: Estimator) -> ParsedBody:
         """Returns `parsed`, with the configured limit of the answer added if the client gave none.
 
-        Raises Failure (400) if the prompt is too long, or the client asks for a longer answer than its tenant or model
-        allows.
+        No limit is added if the engine's own limit (its default or its context) is lower or the body has no known
+        field. Raises Failure (400) if the prompt is too long, or the client asks for a longer answer than its tenant or
+        model allows.
         """
         of_tenant, of_model = f"tenant {tenant}", f"model {target.requested[:200]}"
         sources = [(of_tenant, self._tenants.get(tenant))]
@@ -67,7 +68,7 @@ class RequestLimits:
             return parsed
         most, owner = min(ceilings)
         given = parsed.answer_limits()
-        # The context that is left to each conversation of a batch is unknown.
+        # A batch has to name a limit. The context that is left to each of its conversations is unknown.
         for name, value in given or ([("max_tokens", b"null")] if route.path == _BATCH else []):
             if not _INTEGER.fullmatch(value):
                 _refuse(f"{name} should be an integer of at most {most:,}, the max_tokens_max of the {owner}.", name)

@@ -17,7 +17,7 @@ MARK = b": continued\n\n"
 """A comment before the first event of the rest. Clients ignore comments."""
 
 AGAIN_CHARS = 24
-"""Characters. If the rest begins with so many of the answer's first characters, the engine began it again."""
+"""If the rest begins with this many first characters of the answer, the engine has begun the answer again."""
 
 
 class RestOf(Struct, frozen=True):
@@ -32,7 +32,7 @@ class RestOf(Struct, frozen=True):
 class JoinedTap(StreamTap):
     """Reads the rest of a stream, and changes its events to events of the first stream.
 
-    They get its id, the role is not sent again, and the usage is the usage of the whole answer.
+    The events get the id of the first stream, the role is not sent again, and the usage covers the whole answer.
     """
 
     __slots__ = (
@@ -43,7 +43,8 @@ class JoinedTap(StreamTap):
         super().__init__(hide_usage, holds=True)
         self._sent, self._rest, self._space = rest_of.sent, rest_of.rest, rest_of.rest.space
         self._repeated = list(rest_of.rest.repeated)
-        # The beginning of the answer, as long as the text of the rest equals it. The events of that text are pending.
+        # The beginning of the answer, while the text of the rest repeats it; then empty. Meanwhile `_pending` holds
+        # events.
         known = self._sent.text.lstrip()[:AGAIN_CHARS]
         self._beginning = known if self._rest.how is How.TEXT and len(known) == AGAIN_CHARS else ""
         self._text, self._pending = "", b""
@@ -91,7 +92,10 @@ class JoinedTap(StreamTap):
         return self._pending
 
     def _event(self, payload: bytes) -> bytes:
-        """Returns the changed data of an event, empty if the client has received all of it already."""
+        """Returns the changed data of an event, empty if the client has received all of it already.
+
+        Also empty if the event does not fit, which refuses the rest.
+        """
         try:
             event = orjson.loads(payload)
             event |= {name: value for name, value in self._sent.head.items() if name in event}
@@ -152,7 +156,7 @@ class JoinedTap(StreamTap):
         name = "text" if "text" in delta else "content"
         text = delta.get(name) or ""
         if self._space == self._rest.space and text[:1] == " " and self._space[0] != " ":
-            # Without the line breaks, the word that begins the next line follows a space.
+            # The new prompt has no line breaks at its end, so the engine begins the next word with a space.
             text, self._space = text[1:], ""
         while text and self._space and text[0] == self._space[0]:
             text, self._space = text[1:], self._space[1:]

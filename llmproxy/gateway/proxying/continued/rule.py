@@ -69,7 +69,7 @@ _COUNTING: Mapping[str, tuple[Any, ...]] = {
 }
 """Members whose effect depends on the tokens of the answer so far.
 
-With null or the values here they have none. With others, only `retry.continue: always` continues.
+With null or the values here, they have no effect. With other values, only `retry.continue: always` continues.
 """
 
 
@@ -91,8 +91,8 @@ class Rest(Struct, frozen=True):
 
     how: How
     body: bytes
-    # White space at the end of a chat's text so far. It is not in the new prompt, because chat templates remove it, so
-    # the engine may write it again.
+    # White space at the end of the text so far that is not in the new prompt: chat templates would remove it. So the
+    # engine may write it again.
     space: str
     # The number of tokens of the answer so far that are in the new prompt.
     tokens: int
@@ -122,14 +122,14 @@ def write_rest(body: bytes, kind: BodyKind, sent: Sent, limit: int | None, *, al
     how, tokens, space, edits = How.TEXT, sent.tokens, "", list[Edit]()
     if kind is BodyKind.CHAT:
         text = sent.text.rstrip()
-        # The engine writes the space of a token again as a token of its own.
+        # The engine writes white space that ends another token, such as `.\n`, again as a token of its own.
         space, tokens = sent.text[len(text) :], tokens - sent.space_tokens - sent.space_torn
         if space and sent.all_ids:
             raise NotContinued("the client has got the ids of white space, which may be other ids the next time")
         edits += _chat(members, text)
     else:
         if limit is None and "max_tokens" not in members and tokens <= COMPLETION_TOKENS:
-            # More tokens prove that the engine has another default.
+            # An answer of more tokens proves that the engine has another default.
             limit = COMPLETION_TOKENS
         how, edit = _completion(body, members, sent)
         edits.append(edit)

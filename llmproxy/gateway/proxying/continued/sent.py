@@ -56,7 +56,7 @@ def read_sent(raw: bytes) -> Slices[Sent | None]:
     """
     sent = Sent(head={}, roles=set(), all_ids=[])
     text: list[str] = []
-    # Ids and tokens since the last text. The engine also holds back a character that is not complete.
+    # The ids of the text, and the ids after it. The engine holds back the text of a character that is not complete.
     ids: list[int] = []
     new_ids: list[int] = []
     try:

@@ -50,7 +50,7 @@ class SplitServing:
         return handover
 
     def keep(self, context: RequestContext, backend: BackendConfig, grant: Grant) -> None:
-        """Keeps the result of a prefill in `context.handover` for the decode stage. Does nothing after another call."""
+        """Keeps the result of a prefill, if the call has one, in `context.handover` for the decode stage."""
         call = context.call
         if call is not None and call.parameters is not None:
             now, answers_on = asyncio.get_running_loop().time(), grant.placed.answers_on

@@ -1,7 +1,7 @@
 """The two stages of a split request (prefill, then decode): the handover between them, and how each stage fails.
 
-The client gets no byte before the decode stage has sent a token. If a stage fails, the request is served whole by one
-backend, so a failure costs only time.
+The client gets no byte of the answer before the decode stage has sent a token. If a stage fails, the request starts
+again, split or whole, so a failure costs only time.
 """
 
 from __future__ import annotations

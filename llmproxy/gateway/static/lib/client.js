@@ -7,7 +7,7 @@ const KEY = "llmproxy-admin-key";
 
 /** The proxy requires its admin key. */
 export class LockedError extends Error {}
-/** The proxy does not answer, or not in time. */
+/** The proxy does not answer in time, or answers 5xx. */
 export class UnreachableError extends Error {}
 /** The proxy refused the request, for the reason in the message. */
 export class RefusedError extends Error {

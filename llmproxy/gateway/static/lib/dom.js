@@ -1,6 +1,6 @@
 // Makes elements without markup: foreign text becomes a text node, never HTML.
 
-/** Makes an element. `props` are its properties, attributes (with a dash, `role`, `for`, `scope`), and `on...` listeners. */
+/** Makes an element. `props` are `on...` listeners, properties of the element, and otherwise attributes. */
 export function h(tag, props = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(props)) {

@@ -9,7 +9,7 @@ export function count(value) {
   return missing(value) ? NOTHING : counts.format(Math.round(value));
 }
 
-/** A rate or another number, with three significant digits. */
+/** A rate or another number. Fractions have two digits after the point; one from 10 and none from 100 on. */
 export function number(value) {
   if (missing(value)) return NOTHING;
   const size = Math.abs(value);

@@ -55,7 +55,7 @@ function dearer(candidates) {
   return h("p", { className: "quiet" }, `${plural(left, "more candidate")}, of ${duration(candidates[CANDIDATES_MAX].total_s)} to ${duration(candidates.at(-1).total_s)}.`);
 }
 
-/** Why the replica was chosen, which need not be the cheapest: nearly equal prices count as equal. */
+/** Why the replica was chosen. A cheaper one may have no room, and nearly equal prices count as equal. */
 function whyChosen({ chosen, candidates }) {
   if (candidates.length === 1) return ": the only candidate";
   const mine = candidates.find((one) => one.backend === chosen);

@@ -55,7 +55,7 @@ function result(ended, at) {
   return `${whose ? `${whose[0].toUpperCase()}${whose.slice(1)}, at ${clock(at)}: ` : ""}${ended.outcome} (${ended.status ?? "no status"}) after ${duration(ended.duration_s)}, ${count(ended.attempts)} ${ended.attempts === 1 ? "attempt" : "attempts"}.${sent}${continued}${tokens}${met}${ended.error ? ` ${ended.error}` : ""}`;
 }
 
-/** The parts of its time, as segments of a bar and as text for screen readers. */
+/** The parts of a request's time, as segments of a bar and as a list with their durations. */
 function timeline(found) {
   const whole = Math.max(found.ended.duration_s ?? 0, ...found.attempts.map((one) => one.ended_s ?? 0), 1e-6);
   const segments = found.attempts.flatMap((one) => segmentsOf(one, whole));
