@@ -275,6 +275,16 @@ def test_shorter_hold_counts_for_held_requests() -> None:
     assert [type(decision) for decision in one.decide(3.1)] == [Drop]
 
 
+def test_longer_hold_counts_for_held_requests() -> None:
+    one = pools({"a": 1}, replace(TIGHT, queue=replace(DEFAULTS.queue, no_backend_wait_s=2.0)))
+    one.backends["a"].drained = True
+    one.submit(request(deadline_s=60.0), 0.0)
+    assert one.decide(1.0) == []
+    reconfigure(one, replace(TIGHT, queue=replace(DEFAULTS.queue, no_backend_wait_s=20.0)), 1.0)
+    assert one.decide(20.9) == []
+    assert [type(decision) for decision in one.decide(21.1)] == [Drop]
+
+
 def test_longer_hold_counts_for_requests_from_before() -> None:
     one = pools({"a": 1}, replace(TIGHT, queue=replace(DEFAULTS.queue, no_backend_wait_s=0.0)))
     submit(one, times=2)

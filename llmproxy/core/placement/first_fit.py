@@ -88,12 +88,12 @@ def first_fit(
 
     Returns Limited if the next request waits for a usage limit or for its only backend, and Later if it should wait for
     a backend without room. Returns NoCapacity if no backend has a free slot for the band. Requests that match no
-    backend are added to `unmatched`. Of the requests that wait for such a backend already, `unmatched.looks` are tried
-    again.
+    backend are added to `unmatched`. Of the requests that already wait for a backend without room, `unmatched.looks`
+    are tried again, and at least the first for each such backend; all of them if not `patient`.
 
-    Each request is tried on: 1. a backend that needs a probe, if `patient`; 2. backends without requests waiting in the
-    engine, for a band above `default`; 3. backends that need no probe and have not used up their share in slow start;
-    4. all backends.
+    Each request is tried on: 1. a backend that needs a probe, if `patient`; 2. for a band above `default`, the backends
+    of step 3 that are not `doubtful`; 3. backends that need no probe and have not used up their share in slow start; 4.
+    all backends.
 
     `patient` is False if a lower band waits too. Then a request takes the best backend with a free slot instead of
     waiting for a full one, because the lower band would take that slot. The request becomes a probe only if no other
@@ -146,7 +146,6 @@ def first_fit(
                         unmatched.looks -= 1
                     if queued.later != placed.later:
                         return Later(queued, placed)
-                    passed_over += 1
                     continue
                 unmatched.add(queued, placed)
                 passed_over += 1
@@ -177,7 +176,7 @@ def _warm(views: Sequence[View]) -> Sequence[View]:
 
 
 def _sure(views: Sequence[View]) -> Sequence[View]:
-    """Returns `views` without free slots on doubtful backends; empty if all or none are doubtful."""
+    """Returns `views` with the doubtful backends closed; empty if all or none are doubtful."""
     doubtful = [view.doubtful for view in views]
     if not any(doubtful) or all(doubtful):
         return ()
@@ -204,10 +203,10 @@ def _as_probe(
 def _at_only_backend(
     queued: Queued, placement: Placement, views: Sequence[View], ceiling: float, passed_over: int, now: float
 ) -> Fit | Limited | NoCapacity | NoMatch:
-    """Returns a placement on the only backend that may serve the request, even if it is half open or in slow start.
+    """Returns a placement on the only backend that may serve the request, even as a probe or in slow start.
 
-    If that backend is full, down or closed to prompts while others have free slots, the request leaves its flow, so
-    that it does not block later requests.
+    Returns Limited if that backend is full, down or closed to prompts while others have free slots. The request then
+    leaves its flow, so that it does not block later requests.
     """
     own = [view for view in views if view.backend == queued.request.backend]
     placed = placement.place(queued.request, own, ceiling, queued.excluded, now)

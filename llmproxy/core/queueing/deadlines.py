@@ -15,8 +15,8 @@ class Deadlines:
 
     A pool has two clocks, and one of them runs at a time. While a backend is up, the normal clock measures each
     request's maximum wait. While no backend is up, the hold clock measures `no_backend_wait_s`, or the maximum wait if
-    that is shorter. So a rolling restart costs no request its position. With `no_backend_wait_s` 0, the normal clock
-    always runs.
+    that is shorter. So requests keep their positions while all backends restart. With `no_backend_wait_s` 0, the normal
+    clock always runs.
     """
 
     def __init__(self, no_backend_wait_s: float, waiting: Mapping[str, Queued]) -> None:
@@ -26,8 +26,8 @@ class Deadlines:
         self._elapsed_s, self._heaps = [0.0, 0.0], (_deadlines(0), _deadlines(1))
         self._running = 0  # The clock that runs.
         self._since_s: float | None = None  # Time at which the running clock was started; None before the first start.
-        # Requests that entered after the last call of `due`, and those before it that are in no heap yet. Most requests
-        # leave in the pass after their arrival, so only the others are put into the heaps.
+        # `_entered`: requests that entered after the last call of `due`. `_unsorted`: earlier requests in no heap yet.
+        # Most requests leave in the pass after their arrival, so only the others are put into the heaps.
         self._entered: list[Queued] = []
         self._unsorted: list[Queued] = []
 
@@ -39,8 +39,12 @@ class Deadlines:
         self._entered, self._unsorted = list(self._waiting.values()), []
         self._heaps = (_deadlines(0), _deadlines(1))
         for queued in self._entered:
-            held_s = min(self.own_left_s(queued, now), no_backend_wait_s)
-            queued.due_s = (queued.due_s[0], self._read(1, now) + held_s)
+            own_left_s = self.own_left_s(queued, now)
+            if queued.on_hold:
+                # The old value bounded the wait on the normal clock too.
+                own_left_s = min(queued.request.deadline_s - now, no_backend_wait_s)
+            held_s = min(own_left_s, no_backend_wait_s)
+            queued.due_s = (self._read(0, now) + own_left_s, self._read(1, now) + held_s)
 
     def set_pool_up(self, up: bool, now: float) -> None:
         """Switches to the normal clock if a backend is `up`, else to the hold clock."""
@@ -51,7 +55,7 @@ class Deadlines:
             self._running, self._since_s = running, now
 
     def enter(self, queued: Queued, now: float, left_s: float) -> None:
-        """Adds `queued`, which may wait for `left_s` seconds on the normal clock, and no longer on the hold clock."""
+        """Adds `queued`, which may wait for `left_s` on the normal clock, and at most as long on the hold clock."""
         normal_s, hold_s = self._elapsed_s
         if self._since_s is None:
             pass
@@ -67,9 +71,9 @@ class Deadlines:
         self._entered.append(queued)
 
     def next(self, now: float) -> float | None:
-        """Returns the time, on the clock of `now`, of the next deadline if the running clock goes on until then.
+        """Returns when, on the clock of `now`, the next deadline passes if the running clock runs until then.
 
-        Returns None without requests.
+        Returns None if no request waits.
         """
         self._sort()
         entry = self._heaps[self._running].least()

@@ -12,7 +12,7 @@ from llmproxy.core.domain import Request
 from llmproxy.core.policy_registry import Registry
 from llmproxy.core.settings import Settings
 
-AGED_S = 60.0  # `least_slack`: a request without an attainable objective is due this long after its arrival.
+AGED_S = 60.0  # `least_slack`: a late request is due this long after its objective has passed.
 
 Key = tuple[float, float]
 
@@ -52,13 +52,15 @@ class LeastSlack(Ordering):
     """Takes the request with the least slack: the objective minus the time waited minus the expected service time.
 
     A request that can no longer meet its objective goes behind others, because serving it first would make others late
-    too. From then on it is due `AGED_S` after its arrival, like a request without an objective for the first token.
+    too. From then on it is due `AGED_S` after its first token should have come. A request without an objective for the
+    first token is due `AGED_S` after its arrival.
     """
 
     def rank(self, request: Request, service_s: float) -> Rank:
-        last = request.arrived_s + AGED_S, request.arrived_s
-        if request.slo is None or request.slo.ttft_s is None:
+        ttft_s = None if request.slo is None else request.slo.ttft_s
+        last = request.arrived_s + (ttft_s or 0.0) + AGED_S, request.arrived_s
+        if ttft_s is None:
             return Rank(last)
         # All slacks shrink equally, so ordering by the latest start time is ordering by slack at any time.
-        start_by_s = request.arrived_s + request.slo.ttft_s - service_s
+        start_by_s = request.arrived_s + ttft_s - service_s
         return Rank((start_by_s, request.arrived_s), start_by_s, last)

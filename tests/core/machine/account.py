@@ -75,7 +75,8 @@ class Waiter:
         match ordering:
             case "least_slack" if ttft_s is not None:
                 start_by_s = asked.arrived_s + ttft_s - self.service_s
-                return (start_by_s, asked.arrived_s) if start_by_s > now else (asked.arrived_s + 60.0, asked.arrived_s)
+                late = asked.arrived_s + ttft_s + 60.0, asked.arrived_s
+                return (start_by_s, asked.arrived_s) if start_by_s > now else late
             case "least_slack":
                 return (asked.arrived_s + 60.0, asked.arrived_s)
         return (0.0, asked.arrived_s)

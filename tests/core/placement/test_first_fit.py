@@ -116,6 +116,15 @@ def test_few_of_the_requests_that_wait_for_a_backend_are_tried_again_in_a_pass(f
     assert [grant.request.id for grant in grants(of, 2.0)] == placement.asked[:1]
 
 
+def test_requests_that_wait_for_a_backend_are_not_passed_over() -> None:
+    of, placement = waiting_for_a(3)
+    assert grants(of) == []
+    placement.asked.clear()
+    of.submit(request(id="n", pool=of.pool_of("a"), model="n", flow="f0", arrived_s=99.0), 1.0)
+    assert [grant.why.passed_over for grant in grants(of, 1.0)] == [0]
+    assert placement.asked[:4] == ["m0", "m1", "m2", "n"]
+
+
 def test_request_that_waits_for_a_backend_goes_elsewhere_when_that_is_down() -> None:
     of, _ = waiting_for_a(3)
     assert grants(of) == []

@@ -33,12 +33,13 @@ def test_least_slack_orders_by_latest_start_and_the_late_by_age() -> None:
         request(id="none", arrived_s=0.0, prompt_tokens=100),
         request(id="late", arrived_s=0.5, prompt_tokens=100, slo=Slo(ttft_s=10.0)),
         request(id="late for long", arrived_s=-48.0, deadline_s=60.0, prompt_tokens=100, slo=Slo(ttft_s=1.0)),
+        request(id="late after 70 s", arrived_s=-65.0, deadline_s=60.0, prompt_tokens=100, slo=Slo(ttft_s=70.0)),
         request(id="any time", arrived_s=1.0, prompt_tokens=100, slo=Slo(ttft_s=1e12)),
         request(id="long prompt", arrived_s=1.0, prompt_tokens=800, slo=Slo(ttft_s=18.0)),
         request(id="short prompt", arrived_s=1.0, prompt_tokens=100, slo=Slo(ttft_s=14.0)),
     ]
-    # The requests with an objective must start by 9.5 (too late), 11, 14 and 1e12 s.
-    order = ["long prompt", "late for long", "short prompt", "none", "late", "any time"]
+    # The requests with an objective must start by 9.5, -48 and 4 (too late), 11, 14 and 1e12 s.
+    order = ["long prompt", "late for long", "short prompt", "none", "late after 70 s", "late", "any time"]
     assert served(of, held, *waiting) == order
 
 
