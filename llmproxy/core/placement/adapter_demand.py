@@ -79,7 +79,7 @@ class Slots:
 
 
 class LoadedAdapters:
-    """The adapters that some backends have loaded, counted when they are first needed: most placements need none."""
+    """The adapters that `views` have loaded. They are counted at the first use, because most prices need no count."""
 
     def __init__(self, views: Sequence[View]) -> None:
         self._views = views
@@ -112,7 +112,7 @@ class AdapterDemand:
     def reload_s(
         self, adapter: str, view: View, slots: Slots, loaded: LoadedAdapters, least_s: float, now: float
     ) -> float:
-        """Returns the expected seconds to load the evicted adapter again; a load takes at least `least_s`.
+        """Returns the expected seconds to reload the adapter that `adapter` evicts; a load takes at least `least_s`.
 
         The evicted adapter must be loaded again if a request for it arrives before it would have been evicted anyway.
         Requests and evictions are taken as two Poisson processes. The cost is 0 if another backend has the evicted

@@ -14,7 +14,7 @@ from llmproxy.core.placement.rates import PoolRates, SpeedFactor
 
 WORK_S = 30.0  # Window of `BackendLoad.busy_share`, which prices the delay of later requests.
 
-RATION_S = 10.0  # Window of the share of time spent on prompts, about the time of an answer. Objectives bound it.
+RATION_S = 10.0  # Window (about the time of an answer) of the share of time spent on prompts, which objectives bound.
 ROUNDING_S = 1e-6  # A shorter wait counts as none, so that a backend opens at its announced time.
 MARGIN = 0.9  # The mean stream may use this part of its objective, because some streams are slower than the mean.
 SHARE_MIN = 0.05
@@ -54,7 +54,7 @@ class InFlight(Struct, eq=False):
     # `BackendLoad.worked_s` at the first token of a stream, or at `began_s` of a non-streamed answer.
     begun_at_work_s: float = 0.0
     rations_at: float = 0.0  # The objective of the stream in tokens per second; 0 without an objective that can be met.
-    # Prompt tokens to fetch from the prefill backend; None after a failed transfer, which teaches nothing.
+    # Prompt tokens to fetch from the prefill backend; None if the backend computes them itself, which teaches nothing.
     fetched_tokens: int | None = 0
     # Time at which a non-streamed request entered the batch of the engine, as predicted; None before.
     began_s: float | None = None
@@ -304,7 +304,7 @@ class BackendLoad:
             self.adapters.release(request.adapter)
 
     def _begin(self, flight: InFlight, ahead_tokens: float, now: float) -> None:
-        """Notes when the engine begins a non-streamed request. `ahead_tokens` are still to be computed, with its own.
+        """Notes when the engine begins a non-streamed request. `ahead_tokens`: see `InFlight`.
 
         Streams and decode stages are not noted.
         """

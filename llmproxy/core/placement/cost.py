@@ -55,9 +55,10 @@ class CostPlacement(Placement):
     - `stream`: for the rest of the answer, weighted by `STREAM`.
     - `harm`: the slowdown of the streams on the backend, weighted by `STREAM`, and the delay of later requests, which
       grows with the share of time that the backend spends on prompts.
-    - `eviction`: to recompute the cached blocks that this prompt evicts from a full cache, at the pool's hit ratio.
-    - `memory`: for the KV cache space of the answer, except blocks shared with other requests; grows as the cache
-      fills.
+    - `eviction`: to recompute the cached blocks that this prompt evicts from a full cache, at the pool's hit ratio, and
+      to load an evicted adapter again.
+    - `memory`: for the KV cache space of the prompt during the answer, except blocks shared with other requests; grows
+      as the cache fills.
     - `transfer`: to fetch a prompt that another backend computed. Replaces `prefill`.
     - `range`: a penalty if the prompt's length is outside the backend's `prompt_range`.
     - `headroom`: for time that the backend would leave unused under the request's objective (`with_headroom`).

@@ -27,8 +27,8 @@ class Placement(ABC):
         """Returns the chosen backend of `views`.
 
         `ceiling` (0..1] is the part of each batch limit that the request's band may fill. Backends in `excluded` are
-        never chosen, because the request failed there. Returns NoCapacity if no backend has a free slot under
-        `ceiling`, and NoMatch if the backends with a free slot cannot serve this request or are not worth it.
+        never chosen. Returns NoCapacity if no backend has a free slot under `ceiling`, and NoMatch if the backends with
+        a free slot cannot serve this request, or are worse than to wait for the backend `NoMatch.later`.
         """
 
     def watch(self, claims: Claims) -> None:
@@ -38,7 +38,7 @@ class Placement(ABC):
         """Event: `request` was granted the backend of `placed` under `lease`."""
 
     def recomputing(self, lease: int) -> None:
-        """Event: the backend computes the prompt of a decode stage itself, because the transfer failed."""
+        """Event: the backend computes the prompt of a decode stage itself, without the blocks of the prefill stage."""
 
     def started(self, lease: int, now: float) -> None:
         """Event: the first byte of the answer arrived."""
@@ -50,16 +50,17 @@ class Placement(ABC):
         """Event: `backend` has cached these blocks, a prompt and its answer, hashed like `Request.prefix`.
 
         Called shortly after `finished`, for some answers. The next request of the conversation begins with these
-        blocks.
+        blocks. A new leader of a cluster also gets blocks without the other events of their request, perhaps of the
+        prompt alone.
         """
 
     def lost(self, backend: str) -> None:
-        """Event: the process behind `backend` is gone or moved to another pool. Its leases may still run."""
+        """Event: the process behind `backend` is gone or replaced, or the backend left the pool. Leases may go on."""
 
     def quote(
         self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
     ) -> Quote | None:
-        """Returns the cheapest backend, even if `place` would wait for it; None without backend or prices."""
+        """Returns the cheapest backend, even if `place` would wait for it; None if none fits or prices are unknown."""
         return None
 
     def ready(self, views: Sequence[View], band: int, ceiling: float, now: float) -> list[View]:
@@ -87,7 +88,7 @@ class Presets(Registry[Callable[[Random], Placement]]):
     """The registry of placements.
 
     A placement declares at registration whether it reads `Request.prefix` (`prefixes`) and uses `Placement.cached`
-    (`answers`). Otherwise prompts are not hashed and answers are not parsed.
+    (`answers`). Otherwise prompts or answers are not hashed.
     """
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ token far more than slightly slower tokens."""
 ASIDE_S = 2.0  # Cost of sending a prompt to a backend whose configured `prompt_range` does not include its length.
 CONGESTED = 0.95
 """Use of a resource (0..1) above which its price stops rising, because the price at 1 would be infinite. Below, the
-price is `used / (1 - used)`, the mean number of requests that wait for the resource, as in an M/M/1 queue."""
+price is `used / (1 - used)`, the mean number of requests at the resource, as in an M/M/1 queue."""
 SCARCEST = CONGESTED / (1.0 - CONGESTED)
 
 

@@ -1,7 +1,7 @@
 """An approximate prefix index: the prompt blocks that each backend has probably cached.
 
 A prompt is a chain of block hashes. Each hash covers its block and all earlier blocks, so equal hashes mean equal
-prompts up to that block. For each backend, the index has about as many recently sent blocks as fit into the KV cache.
+prompts up to that block. For each backend, the index has about as many recently used blocks as fit into the KV cache.
 So a match predicts the cached part of a prompt.
 
 Blocks are stored in *generations*. A used block moves to the youngest generation, and a full generation is followed by
@@ -39,7 +39,7 @@ class PrefixIndex:
 
     The time of a call grows with its arguments and the number of backends, not with the size of the index. The
     exceptions are `forget`, and the drop of a generation: an eighth of a backend's blocks, after as many new blocks.
-    Hashes may be any integers. The first call that names a backend adds it.
+    Hashes may be any integers. `record` and `resize` add a new backend.
     """
 
     def __init__(self, capacity_blocks: int = CAPACITY_BLOCKS) -> None:
@@ -89,7 +89,7 @@ class PrefixIndex:
         return self._capacity_blocks if recent is None else recent.limit
 
     def room(self, backend: str) -> int:
-        """Returns how many more blocks of `backend` fit below 7/8 of its limit. A full index is cut to that size."""
+        """Returns how many more blocks of `backend` fit below 7/8 of its limit, to which a full index is cut."""
         # `limit` and `size` are inlined: this runs for each backend and each request.
         recent = self._recent.get(backend)
         size, limit = (0, self._capacity_blocks) if recent is None else (recent.size, recent.limit)
@@ -225,7 +225,10 @@ class InUse:
 
 
 def _run_end(generation: Mapping[int, object], hashes: Sequence[int], at: int, end: int) -> int:
-    """Returns the end of the run of `hashes` in `generation` that begins `at`. The first hash must be in it."""
+    """Returns the index after the last of `hashes[at:end]` that `generation` has.
+
+    `hashes[at]` must be in `generation`, and no hash may be in it after a missing one.
+    """
     while end - at > 1:
         middle = (at + end) >> 1
         if hashes[middle] in generation:

@@ -17,7 +17,7 @@ UNSEEN = 30.0
 """The evidence about a backend fades to a third after this many observations of other backends. The speed factor
 changes only when less than one observation is left."""
 STALE = 10  # Observations of the pool after which a speed factor is computed again.
-FIRST_BYTES_OLD = 50  # Non-streamed answers teach the time of prompts after this many without a first byte.
+FIRST_BYTES_OLD = 50  # Non-streamed answers since the first byte of any stream, after which they teach prompt times.
 PROMPTS_MOST = 0.8  # Upper bound of the share of an answer's time spent on prompts; more is an error.
 LOAD_GUESS_S = 0.05  # Assumed load time of an adapter before the first observation.
 LOAD_GAIN = 0.1  # Least weight of the newest load time in the mean of its tier.
@@ -51,8 +51,8 @@ class Attention:
     def learn(self, line: LearnedLine, tokens: float, attended: float, took_s: float) -> None:
         """Learns from `took_s`, the time in which `tokens` were computed.
 
-        `attended` is the number of earlier tokens that each of them attends to, summed. `line` gives the pool's prefill
-        time for a number of tokens weighted by attention.
+        `attended`: for each of the tokens, the number of earlier tokens that it attends to, added up over all of them.
+        `line` gives the pool's prefill time. Its argument is `tokens + share * attended`.
         """
         expected_s = JITTER_S + line.at(tokens + self.share * attended)
         weight = expected_s**-2
@@ -258,12 +258,11 @@ class PoolRates:
         took_s: float,
         others_s: float,
     ) -> None:
-        """Learns from a non-streamed answer of `steps` tokens that ended `took_s` after its prompt began to be
-        computed.
+        """Learns from a non-streamed answer of `steps` tokens that ended `took_s` after it entered the engine's batch.
 
         The time is split in proportion to the expected times of prompt and tokens, so both speed factors learn the same
-        ratio. The base time of a prompt cannot be separated here, and is assumed until streams show it. `tokens` is the
-        weighted prompt before the first token. Other prompts took `others_s` after it.
+        ratio. The base time of a prompt cannot be separated here, and is assumed until streams show it. `tokens`: the
+        weighted tokens of its prompt and of the prompts computed before it. Later prompts took `others_s`.
         """
         prompt_s, token_s = self.prefill.at(tokens), self.step.at(running)
         own_prompt_s, own_steps_s = prompt_s * prefill.factor, token_s * step.factor * steps

@@ -16,7 +16,7 @@ from llmproxy.core.placement.policy import Placement, Quote
 from llmproxy.core.settings import Disaggregation, Splitting
 
 FAILURES_MAX = 3  # Consecutive failed transfers after which a backend gets no prefill stages for a pause.
-# Pause of a backend after a failed transfer, in seconds. Each further failure doubles it, up to the maximum.
+# Pause of a backend after so many failed transfers, in seconds. Each further failure doubles it, up to the maximum.
 PAUSE_S, PAUSE_MAX_S = 5.0, 60.0
 SURE_S = 0.005  # A split must be cheaper by this time, because estimates are no more exact and one call is simpler.
 
@@ -53,7 +53,7 @@ class StagedPlacement(Placement):
 
     - `auto`: if both stages together cost less than the whole request, by the prices of `inner`. A placement without
       prices splits nothing.
-    - `always`: if both stages have room.
+    - `always`: if the decode stage has room, and the prefill stage has room or `inner` would wait for it.
     - `never`: no request.
     - `tokens`: as `always`, for prompts with at least `min_uncached_tokens` tokens that the cheapest backend for the
       whole request has not cached.

@@ -27,7 +27,7 @@ Ready = Callable[[Sequence[View], int, float, float], Sequence[View]]
 
 
 class Takes(Protocol):
-    """The external backends, which take the requests of a pool while no backend of the pool is up."""
+    """The external backends, which can take a request while no backend of its pool can."""
 
     def takes(self, request: Request, excluded: frozenset[str], now: float) -> bool: ...
 
@@ -78,7 +78,7 @@ class Admission:
         """
         excluded, on_hold = self._servable(request, excluded, entry, now)
         service_s = self._first_token.at(request.prompt_tokens)
-        # Custom policies may raise, also in `room.band`, so both calls come before any change.
+        # Custom policies may raise, also while a band is created, so both calls come before any change.
         first = entry is AdmissionKind.PREEMPTED or request.continued
         rank = head_rank(request) if first else self._ordering.rank(request, service_s)
         band = self._room.bands[request.band]
@@ -106,7 +106,8 @@ class Admission:
         """Returns (backends that the request must not use, whether the request is held until a backend is up).
 
         The set is `excluded` plus `request.avoid`, or only `excluded` if no other backend is up. For a held request,
-        the set leaves out backends that may come back. Raises Refused if no backend can come up.
+        the set leaves out excluded backends that are down but may come back. Raises Refused if no backend can take the
+        request, and the request is not held.
         """
         if request.backend is not None:
             return excluded, self._waits_for_own_backend(request, request.backend)
@@ -125,7 +126,7 @@ class Admission:
             if self.overflow.takes(request, excluded, now):
                 return excluded, False
             if not (able or excluded) and self._settings.queue.no_backend_wait_s and self.overflow.knows(request.model):
-                # No replica ever listed the model, and this request must wait for one.
+                # No replica lists the model yet, and this request must wait for one.
                 return excluded, True
         if excluded:
             raise _all_failed(request, RETRY_EMPTY_S)

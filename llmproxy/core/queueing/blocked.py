@@ -29,7 +29,7 @@ class BlockedRequests:
         self._sizes: dict[str, int] = {}
         self.size = 0
         self._by_band: Counter[tuple[int, str]] = Counter()
-        # Queue -> number of requests that went from it back to their flows and are not granted yet.
+        # Queue -> number of requests that went from it back to their flows and are still there.
         self._back: Counter[str] = Counter()
 
     def block(self, name: str, queued: Queued) -> None:
@@ -57,8 +57,8 @@ class BlockedRequests:
         """Removes and returns the requests that may go back to their flows.
 
         `free`: (queue, band of its first request) -> how many requests of the queue could be granted. `lowest`: the
-        lowest band to take. In the first round of a pass it is None, and slots are left for requests that went back
-        earlier and still wait. No backend can take those requests in the second round.
+        lowest band to take. Before the bands are tried, `lowest` is None, and slots are left for requests that went
+        back earlier and still wait. After that, no backend has taken those requests, so no slots are left for them.
         """
         back: list[Queued] = []
         for name in list(self._queues):
@@ -86,7 +86,7 @@ class BlockedRequests:
                 yield entry[2]
 
     def left(self, name: str) -> None:
-        """Records that a request left its flow, to which it had returned from this queue."""
+        """Records that a request left its flow, to which it had returned from the queue `name`."""
         self._back[name] -= 1
         if not self._back[name]:
             del self._back[name]

@@ -23,15 +23,15 @@ class Charge(ABC):
 
     @abstractmethod
     def estimate(self, request: Request) -> float:
-        """Returns the expected cost of an attempt. The flow of the request is charged this amount at the grant."""
+        """Returns the expected cost of an attempt. Divided by the weight, it is charged to the flow at the grant."""
 
     @abstractmethod
     def so_far(self, request: Request, output_tokens: int) -> float:
-        """Returns a lower bound of the cost once `output_tokens` of the answer have been streamed."""
+        """Returns the cost once `output_tokens` of the answer have been streamed. It can only raise the charge."""
 
     @abstractmethod
     def final(self, request: Request, usage: Usage) -> float:
-        """Returns the final cost of an attempt, also if its answer was cut short. Called once per attempt."""
+        """Returns the final cost of an attempt whose usage is known, also if its answer was cut short."""
 
 
 charges: Registry[Callable[[Settings], Charge]] = Registry("charged resource")

@@ -8,7 +8,7 @@ from llmproxy.core.domain import NoMatch, Request
 class Claims:
     """The waiting requests of a pool that a placement assigned to full or closed backends (`NoMatch.later`).
 
-    A claim ends when its request leaves its flow, so the claims of a backend are all requests that wait for it.
+    A claim ends when its request leaves its flow or claims another backend. Blocked requests have no claims.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,10 @@ class Claims:
             del self.by_backend[backend]
 
     def before(self, request: Request, backend: str) -> tuple[int, float]:
-        """Returns how many requests `backend` will get before `request`, and the seconds of their prompts."""
+        """Returns the number of claims on `backend` before the claim of `request`, and the seconds of their prompts.
+
+        Claims of lower bands are not counted. Without a claim, `request` comes after all claims.
+        """
         count, prompts_s = 0, 0.0
         for request_id, (band, prefill_s) in self.by_backend.get(backend, {}).items():
             if request_id == request.id:

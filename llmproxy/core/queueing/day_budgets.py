@@ -1,7 +1,8 @@
 """Budgets of requests and tokens per calendar day.
 
-Open requests reserve themselves and their expected tokens, so that a budget is not overrun by requests that started
-together. A request counts on the day of its end, if it reached a backend, and so do its real tokens.
+Each open request reserves 1 request and its expected tokens, so that a budget is not overrun by requests that started
+together. A request counts on the day of its end, if it was granted a backend. Its real tokens count at the end of each
+attempt.
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ this kind, the first part is the name of the backend."""
 class _Open(Struct, eq=False):
     """A request that has not ended, with its reservation in the budgets of the day."""
 
-    names: tuple[str, ...]  # The limits that count the request.
+    names: tuple[str, ...]  # The limits with a daily budget that count the request.
     tokens: float  # The expected tokens that are still reserved.
-    reached: bool = False  # Whether the request was sent to a backend.
+    reached: bool = False  # Whether the request was granted a backend.
 
 
 class DayBudgets:
     """The budgets of all limits, for the current day.
 
-    The core knows no calendar. `begin` gives it the name and the end of a day; until the next call, days have 24 hours.
+    The core knows no calendar. `begin` gives it the name and the end of a day. Later days have 24 hours until the next
+    call.
     """
 
     def __init__(self, limits: Mapping[str, UsageLimit]) -> None:
@@ -68,7 +70,7 @@ class DayBudgets:
             self._unnamed = True
 
     def restore(self, used: Mapping[RateName, float]) -> None:
-        """Takes over the use of the current day. The larger number counts."""
+        """Takes over the use of the current day from another process. If both know a use, the larger one counts."""
         for name, amount in used.items():
             self._used[name] = max(amount, self._used.get(name, 0.0))
 
@@ -101,13 +103,13 @@ class DayBudgets:
         return one
 
     def booked(self, request: Request) -> None:
-        """Notes that a request has reached a backend, also if another process admitted it."""
+        """Notes that a request was granted a backend, also if another process admitted the request."""
         if self._daily_of(request):
             one = self._requests.get(request.id) or self._open(request, 0.0)
             one.reached = True
 
     def used(self, request: Request, tokens: float, now: float) -> None:
-        """Counts the real tokens of an attempt. The rest of the reservation is for the next attempt."""
+        """Counts the real tokens of an attempt. The rest of the reserved tokens stays reserved for a next attempt."""
         self._roll(now)
         if (one := self._requests.get(request.id)) is not None:
             counted = min(tokens, one.tokens)
@@ -117,7 +119,7 @@ class DayBudgets:
             self._take(name, TOKENS, tokens)
 
     def ended(self, request: Request, now: float) -> None:
-        """Counts an ended request if it reached a backend, and gives back its expected tokens."""
+        """Counts an ended request if it was granted a backend, and ends its reservation."""
         one = self._requests.pop(request.id, None)
         if one is None:
             return

@@ -16,10 +16,10 @@ from llmproxy.core.settings import BELOW_HIGHEST, Settings
 class Headroom:
     """The ceilings of one pool. The slots above a ceiling are for higher bands.
 
-    A band is in use for `headroom_s` after its last request. No slots are reserved for a band that is not in use. The
-    ceiling of a band is then the highest of its own and of the unused bands above it, up to the next band in use. The
-    next request of an unused band restores the ceilings. If all backends are full at that moment, this request waits
-    for the end of at most one answer.
+    A band is in use for `headroom_s` after its last request. No slots are reserved for a band that is not in use: the
+    ceiling of a band is the highest of its own ceiling and the ceilings of the unused bands above it, up to the next
+    band in use. The next request of an unused band restores the ceilings. If all backends are full at that moment, this
+    request waits for the end of at most one answer.
 
     Bands below the highest band in use must always leave a slot free: on each backend with at least four sequences
     (`View.slots`), or in the whole pool if all backends are smaller (`keeps_slot`), except in a pool of a single slot.
@@ -62,7 +62,7 @@ class Headroom:
             ceiling = self._own[band] = self._settings.ceiling(band)
         above = self._next_above(band, now) if band < self._most else None
         if above is not None and band <= IDLE:
-            return ceiling  # Slots of unused bands are not idle while a higher band is in use.
+            return ceiling  # The band `idle` gets no slots of unused bands while a higher band is in use.
         # A band without a configured ceiling has the ceiling of the next level below it.
         end = len(self._levels) if above is None else bisect_right(self._levels, above) - 1
         for level in self._levels[bisect_right(self._levels, band) : end]:
@@ -87,7 +87,7 @@ class Headroom:
         return not idle
 
     def places(self, band: int, views: Sequence[View], now: float) -> int:
-        """Returns how many sequences of `band` and lower bands fit on all `views`. The KV cache is not considered."""
+        """Returns how many sequences of `band` and lower bands fit on `views` in sum, whatever their KV caches."""
         ceiling = self.ceiling(band, now)
         able = [view for view in views if view.available]
         places = sum(view.slots(ceiling) for view in able)
@@ -104,8 +104,9 @@ class Headroom:
         """Returns `views`, some of them closed to `band` because requests wait inside their engines.
 
         While a higher band is in use, a band below `default` may not send to such a backend: requests of the higher
-        band would wait behind it in the engine. A band above `default` may send only up to the load that the engine was
-        seen to run (`doubtful`), because beyond it the request would wait in the engine behind earlier requests.
+        band would wait behind its requests in the engine. A band above `default` may send only up to the load that the
+        engine was seen to run (`doubtful`), because beyond it the request would wait in the engine behind earlier
+        requests. A backend that needs a probe is not closed.
         """
         if band == DEFAULT or not any(view.waiting for view in views):
             return views

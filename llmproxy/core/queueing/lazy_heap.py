@@ -29,7 +29,7 @@ class LazyHeap(Generic[Key, Item]):
         self._serial = count()
 
     def push(self, key: Key, item: Item, live: int) -> HeapEntry[Key, Item]:
-        """Adds an entry and returns it. Cleans up first if there are far more entries than `live`, the valid ones."""
+        """Adds an entry and returns it. Cleans up first if far more than `live`, a bound of the valid ones, exist."""
         if len(self.entries) >= 64 + 2 * live:
             self.clean()
         entry = (key, next(self._serial), item)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-CREDIT_GRANTS = 8.0  # Bound of a credit, in grants of the latest size, for a band that fits on no backend.
+CREDIT_GRANTS = 8.0  # Bound of a credit or debt, in grants of the latest size: a band that fits nowhere saves no more.
 
 
 class MinShares:
@@ -24,7 +24,10 @@ class MinShares:
         self._credits = {band: self._credits.get(band, 0.0) for band in self.shares}
 
     def granted(self, band: int, cost: float, waiting: Iterable[int]) -> dict[int, float]:
-        """Credits `waiting` bands for work granted to `band`. Returns the change of each credit, for `undone`."""
+        """Credits `waiting` bands for work granted to `band`, which pays for it.
+
+        Returns the change of each credit, for `undone`.
+        """
         before = dict(self._credits)
         if band in self._credits:
             self._credits[band] = max(-CREDIT_GRANTS * cost, self._credits[band] - cost)
@@ -35,7 +38,7 @@ class MinShares:
         return {changed: self._credits[changed] - was for changed, was in before.items()}
 
     def undone(self, changes: Mapping[int, float], cost: float) -> None:
-        """Reverts the `changes` of credits by a grant of `cost` that was not used."""
+        """Reverts the `changes` that a grant of `cost` made to the credits, because the grant was not used."""
         for band, change in changes.items():
             if band not in self._credits:
                 continue

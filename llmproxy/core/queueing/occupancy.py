@@ -121,7 +121,7 @@ class Occupancy:
 
 
 class DrainRate:
-    """The rate at which waiting requests are granted a backend, for `Retry-After`.
+    """The rate at which requests are granted a backend, for `Retry-After` and `refuse_late`.
 
     Covers the last `_GRANTS` grants. The grant of a request that waits again is not counted.
     """
@@ -149,7 +149,7 @@ class DrainRate:
                 return
 
     def granted_since(self, arrived_s: float) -> tuple[tuple[int, str, int], ...]:
-        """Returns (band, flow, requests) of the `_FLOWS_SHOWN` flows with the most recent grants."""
+        """Returns (band, flow, grants) of the `_FLOWS_SHOWN` flows with the most grants after `arrived_s`."""
         found: Counter[tuple[int, str]] = Counter()
         for at_s, request in reversed(self._grants):
             if at_s <= arrived_s:

@@ -18,9 +18,9 @@ from llmproxy.core.queueing.fairness import FairnessPolicy
 from llmproxy.core.queueing.lazy_heap import HeapEntry, LazyHeap
 from llmproxy.core.queueing.ordering import Key, Rank
 
-FLOW_LOOK_MAX = 8  # Requests of one flow and model that a pass tries, to bound its time.
-LINE_LOOK_MAX = 64  # Requests of one flow that a pass tries. A heap gets one at least.
-HEAPS_MAX = 64  # Heaps of one flow before its further adapters share a heap.
+FLOW_LOOK_MAX = 8  # Maximum requests of one heap of a flow (see `_Line`) that a pass tries, to bound its time.
+LINE_LOOK_MAX = 64  # Requests of one flow that a pass tries, divided among its heaps. Each heap gets at least 1.
+HEAPS_MAX = 64  # Heaps of one flow beyond which adapters, and requests that wait for a backend, share one heap.
 
 HeapName = tuple[str, str]
 """The adapter or model of the requests in a heap, and the backend without room that they wait for, "" for none."""
@@ -29,27 +29,27 @@ NONE_CLOSED: frozenset[str] = frozenset()
 
 
 def head_rank(request: Request) -> Rank:
-    """Returns a rank before all other requests of a flow, for a request that was granted a backend before."""
+    """Returns a rank before all usual ranks of a flow, for a preempted request and for the rest of a stream."""
     return Rank((-inf, request.arrived_s))
 
 
 class Queued(Struct, eq=False):
     """A request in the waiting room.
 
-    `gone` and `key` invalidate heap entries. An object that is `gone` is never used again: a request that is blocked or
-    unblocked gets a new object.
+    `gone`, `entry` and `due_s` decide whether a heap entry is valid. An object that is `gone` is never used again: a
+    request that is blocked or unblocked gets a new object.
     """
 
     request: Request
     rank: Rank
-    excluded: frozenset[str] = frozenset()  # Backends that already failed the request.
+    excluded: frozenset[str] = frozenset()  # Backends that must not serve the request.
     # Deadlines of the request on the two clocks of `Deadlines`, in seconds; inf for none.
     due_s: tuple[float, float] = (inf, inf)
     key: Key = (0.0, 0.0)  # The current sort key of the request in its flow.
     # The queue of `BlockedRequests` (usage limit or backend) that contains the request; None if it is in its flow.
     blocked_by: str | None = None
     on_hold: bool = False  # Whether the request arrived while none of its backends was up.
-    # The queue of `BlockedRequests` from which the request went back to its flow; None if it never was in one.
+    # The queue of `BlockedRequests` from which the request went back to its flow; else None.
     back_from: str | None = None
     later: str = ""  # A backend without room that the request waits for, "" for none.
     heap: HeapName = _SHARED  # The name of its heap in its flow.
@@ -67,11 +67,11 @@ def _in_place(entry: HeapEntry[Key, Queued]) -> bool:
 
 
 class _Line:
-    """The waiting requests of one flow, in the order of their ranks.
+    """The waiting requests of one flow, or of all rests of streams, in the order of their ranks.
 
-    Each model and adapter has a heap, so that many requests of a full one do not hide requests of another. So have the
-    requests that wait for the same backend. There may be thousands of adapters, so that heaps beyond `HEAPS_MAX` are
-    shared.
+    Each model and each adapter has a heap, so that many requests of a full model do not hide requests of another. Its
+    requests that wait for a backend have a heap for each such backend. There may be thousands of adapters, so beyond
+    `HEAPS_MAX` heaps they share one.
     """
 
     __slots__ = ("heaps", "size")
@@ -131,8 +131,8 @@ class _Line:
 class Band:
     """The flows of one priority level that have waiting requests.
 
-    The rests of streams that broke wait in a line of their own, before all flows, because their clients have stopped
-    reading in the middle of an answer. The fairness policy does not see them wait, but its accounts are charged.
+    The rests of streams that broke wait in a line of their own, before all flows, because their clients wait in the
+    middle of an answer. The fairness policy does not see them wait, but its accounts are charged.
     """
 
     def __init__(self, fairness: FairnessPolicy, faults: Faults, claims: Claims) -> None:
@@ -203,7 +203,7 @@ class Band:
         return line
 
     def remove(self, queued: Queued) -> None:
-        """Removes a waiting request from its flow. Tells the fairness policy if the flow has no other request."""
+        """Removes a waiting request. Tells the fairness policy if its flow is then empty or has another head."""
         flow, kind = queued.request.flow, (queued.request.model, queued.excluded, queued.request.backend)
         if queued.later:
             self._claims.drop(queued.request.id)
@@ -264,8 +264,8 @@ class Band:
     def lines(self, now: float, closed: Set[str] = NONE_CLOSED) -> Iterator[Iterable[Queued]]:
         """Yields line by line: the rests of broken streams, then the flows in the order of the policy.
 
-        A line has the first `FLOW_LOOK_MAX` requests of each base model, in order. It omits requests that wait for a
-        backend in `closed`, if many do. Close a generator before any change.
+        A line has the first requests of each heap (`_Line`), in order: `FLOW_LOOK_MAX`, fewer in a flow of many heaps.
+        It omits the heaps of requests that wait for a backend in `closed`. Close a generator before any change.
         """
         if self._continued.size:
             return self._continued_first(now, closed)
@@ -289,10 +289,7 @@ class Band:
                 close()
 
     def first(self, flow: str) -> Generator[Queued, None, None]:
-        """Yields the first `FLOW_LOOK_MAX` requests of `flow` for each base model.
-
-        Close the generator before any change.
-        """
+        """Yields the first requests of `flow`, as many as a line of `lines`. Close the generator before any change."""
         return self._lines[flow].first()
 
     def heads(self) -> Generator[Queued, None, None]:
@@ -314,7 +311,7 @@ class Band:
         return 0 if line is None else line.size
 
     def requests(self) -> list[Request]:
-        """Returns all requests in order, flow by flow. Slow, for inspection only."""
+        """Returns all requests, flow by flow, and in order within each heap of a flow. Slow, for inspection only."""
         lines = (heap for line in (self._continued, *self._lines.values()) for heap in line.heaps.values())
         return [queued.request for heap in lines for queued in list(heap)]
 

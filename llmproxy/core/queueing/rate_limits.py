@@ -23,7 +23,7 @@ class _Account:
 
 
 class RateLimits:
-    """The rate limits of tenants and models, as token buckets. `admit` and `ended` are called once for each request."""
+    """The rate limits of tenants and models, as token buckets."""
 
     def __init__(self, limits: Mapping[str, UsageLimit]) -> None:
         self._buckets: dict[RateName, TokenBucket] = {}
@@ -109,7 +109,7 @@ def expected(request: Request) -> float:
 
 
 def charged_usage(request: Request, verdict: Verdict, usage: Usage | None) -> Usage | None:
-    """Returns the tokens that an attempt used; without a usage, the expected tokens of a served one."""
+    """Returns the tokens that an attempt used. Without a usage: the expected tokens if it was served, else None."""
     return expected_usage(request) if usage is None and verdict is Verdict.SERVED else usage
 
 

@@ -21,8 +21,8 @@ class _Use:
 class UsageLimits:
     """The usage of all limited tenants and models, over all pools of the process.
 
-    A request above an in-flight limit waits (`full`). A request above a rate is refused (`admit`), so that the client
-    learns when to retry instead of hanging.
+    A request above an in-flight limit waits (`full`). A request above a rate or a daily budget is refused (`admit`), so
+    that the client learns when to retry instead of hanging.
     """
 
     def __init__(self, limits: Mapping[str, UsageLimit]) -> None:
@@ -70,7 +70,7 @@ class UsageLimits:
         return None
 
     def free(self, name: str) -> int:
-        """Returns how many more requests may be in flight under a limit; `UNBOUNDED_FREE` if the limit was removed."""
+        """Returns how many more requests may be in flight under a limit; `UNBOUNDED_FREE` if it has no such bound."""
         use = self._uses.get(name)
         if use is None or use.most is None:
             return UNBOUNDED_FREE

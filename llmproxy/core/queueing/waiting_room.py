@@ -56,10 +56,9 @@ class WaitingRoom:
         self._unsorted: list[Queued] = []
         self.blocked = BlockedRequests()
         self._labels: dict[str, str] = {}  # Label -> id of the last request with this label.
-        # Request id -> waiting request; and the expected tokens of all waiting requests.
-        self.waiting: dict[str, Queued] = {}
+        self.waiting: dict[str, Queued] = {}  # Request id -> waiting request.
         self.deadlines = Deadlines(settings.queue.no_backend_wait_s, self.waiting)
-        self.prompt_tokens = self.output_tokens = 0
+        self.prompt_tokens = self.output_tokens = 0  # The expected tokens of all waiting requests.
         self.order: list[int] = []  # All bands, highest first.
 
     def reconfigure(self, settings: Settings, now: float) -> None:
@@ -97,7 +96,7 @@ class WaitingRoom:
         return found
 
     def ahead_of(self, level: int) -> int:
-        """Returns the number of requests in flows of band `level` and above, which go before a new request of `level`.
+        """Returns the number of requests in flows of band `level` and above, which may go before a new one of `level`.
 
         Blocked requests are not counted.
         """
@@ -122,7 +121,7 @@ class WaitingRoom:
         self._unsorted.append(queued)
         if len(self._unsorted) > 64 + 2 * len(self.waiting):
             self._unsorted = [one for one in self._unsorted if not one.gone]
-            # While no request waits, nothing is pushed to the heaps, and a push would clean them.
+            # While all requests leave in the pass after their arrival, no push cleans the heaps.
             self.deadlines.clean()
             for newest in self._newest.values():
                 newest.clean()

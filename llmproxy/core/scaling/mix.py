@@ -13,7 +13,7 @@ from llmproxy.core.estimates.learning import follow
 LONG_S = 120
 SHORT_S = 30
 TREND_S = 60
-HISTORY_S = 180  # Arrivals are kept for this time: two windows of `TREND_S`, `LONG_S` apart, give the trend.
+HISTORY_S = 180  # Age of the oldest arrivals in use: two windows of `TREND_S`, `LONG_S` apart, give the trend.
 GAIN = 1 / 50
 SEEN_MIN = 3  # Number of answers of a size class after which its mean output tokens are used.
 BLOCK = 10  # Answers in a block. A block that clearly differs replaces the mean: the traffic has changed.
@@ -76,7 +76,7 @@ class Tokens(NamedTuple):
     compute: float  # Uncached prompt tokens, which the engines must compute.
     before: float  # Mean number of earlier tokens that an uncached token attends to.
     output: float
-    kv_tokens: float  # Tokens that an answer occupies in the KV cache, averaged over its time.
+    kv_tokens: float  # Tokens of prompt and answer that a request occupies in the KV cache, averaged over its time.
 
 
 NO_TOKENS = Tokens(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -125,7 +125,7 @@ class Mix:
         self.restored = False
 
     def restore(self, sizes: Sequence[tuple[int, int, float, float]], squares: Sequence[float]) -> bool:
-        """Takes over size classes: (class, answers, mean output tokens, cached share), and the squares of the outputs.
+        """Takes over `sizes` (class, answers, mean output tokens, cached share), and mean squares of the output tokens.
 
         Returns False, and changes nothing, if the values are invalid.
         """
@@ -211,7 +211,10 @@ class Mix:
         return max(1.0, min(window_s + now % SLOT_S, now - first_s))
 
     def tokens(self, sizes: Sizes) -> Tokens:
-        """Returns the expected tokens of requests of these sizes, by the answers of their size classes so far."""
+        """Returns the tokens that requests of these sizes will probably need, learned from earlier answers.
+
+        A size class with few answers uses a neighbouring class. Without one, no output tokens are expected.
+        """
         if not sizes:
             return NO_TOKENS
         requests = prompt = compute = before = output = held = 0.0
@@ -233,7 +236,7 @@ class Mix:
         found = self.sizes.get(size)
         if found is not None and found.seen >= SEEN_MIN:
             return found
-        # Prompts are estimated at arrival and counted at the end, which may be in neighbouring classes.
+        # The length of a prompt is estimated at arrival and counted at the end. Both may be in neighbouring classes.
         seen = [known for known, one in self.sizes.items() if one.seen >= SEEN_MIN] or self.sizes
         nearest = min(seen, key=lambda known: abs(known - size), default=None)
         if nearest is None:

@@ -1,18 +1,19 @@
 """Computes how many replicas a pool needs, from its load in replica-seconds.
 
-The number is the largest of several terms. The unit of a term is one replica that is fully, but not overly, used.
+The number is the largest of several terms, where the terms of arrivals (`ahead`) and of waiting requests (`queue`) are
+added up. The unit of a term is one replica that is fully, but not overly, used.
 
     p     = replica-seconds of a prompt: uncached tokens times seconds per token (`curve`)
     s(n)  = seconds of a step with n sequences (`curve`)
     u     = p / (p + output * s(n) / n), the share of its time that a replica spends on prompts
-    seats = the most sequences with which a replica meets its objective: the least of its batch limit, the tokens of
-    its KV cache divided by the mean tokens of a request, and the largest n with s(n) / (1 - u) below 0.8 of the
-    objective per output token
+    seats = the most sequences with which a replica meets its objective: the least of its batch limit, 0.9 of the
+    tokens of its KV cache divided by the mean tokens of a request, and the largest n with s(n) / (1 - u) below 0.8 of
+    the objective per output token
     w     = p + output * s(seats) / seats, replica-seconds of a request with `output` tokens in its answer
 
 Each replica has its own seats and its own w. The usual replica has the mean of 1 / w over the replicas that are up. If
-all replicas are full while requests wait, all of them are needed, so `work` is at least the number of replicas that are
-up.
+all replicas are full and requests have waited for `FULL_S`, all replicas are needed, so `work` is at least the number
+of replicas that are up.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class ReplicaFacts(Struct, frozen=True):
     """The properties of a replica that scaling needs."""
 
     up: bool  # Whether it is neither down nor drained. It may be ejected, or busy for a moment.
-    limit: int | None  # Learned batch limit, None if none was learned.
+    limit: int | None  # Learned or configured batch limit, None if unknown.
     kv_tokens: int | None  # Size of the KV cache in tokens, None if unknown.
     kv_used: float | None  # Usage of the KV cache (0..1).
     max_adapters: int | None = None
@@ -94,7 +95,7 @@ class Need(Struct, frozen=True):
     desired: int  # Whole replicas, within the configured bounds.
     need: float  # The number of replicas before rounding and bounds.
     reason: str  # Name of the largest of `terms`, or of the bound or rule that decided.
-    sure: bool  # Whether enough is known; otherwise the current number is kept.
+    sure: bool  # Whether enough is known. Otherwise the current number is kept, unless the pool is idle or full.
     up: int
     terms: dict[str, float]  # Name of each term, such as the work, -> the replicas that the term asks for.
     prefill: float  # The part of the work that prompts need, in replicas.
@@ -212,7 +213,7 @@ def pool_need(
 
 
 def _unchanged(up: int, full: int, demand: Demand, settings: ScalingSettings, waiting: int, start_s: float) -> Need:
-    """Returns the need while the capacity is unknown: the current replicas, or more if all are full."""
+    """Returns the need while too little is known: the current replicas, more if all are full, fewer in an idle pool."""
     need = 0.0
     if demand.idle_s >= settings.idle_s and not waiting:
         # Without requests for `idle_s`, the pool is idle whatever its capacity.

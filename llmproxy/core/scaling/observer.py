@@ -70,7 +70,7 @@ class PoolScaling(LeaseObserver):
         # Mean objective in seconds per output token, over requests that have such an objective; None before the first.
         self._tpot_s: float | None = None
         self._tpots = 0  # Number of these requests.
-        # The time of the last request, or from which a replica was known to be up.
+        # The time of the last request; before the first one, the time since which a replica is known to be up.
         self._asked_s: float | None = None
         self._attention = 0.0
         self._learned_s = -inf  # The time of the last observation.
@@ -122,8 +122,8 @@ class PoolScaling(LeaseObserver):
     def arrived(self, request: Request, now: float, *, new: bool, counts: bool) -> None:
         """Records that a request entered the queue.
 
-        `new` is False for a further attempt, which is no arrival. `counts` is False for a request that waits for a
-        usage limit, because more replicas would not help it.
+        `new` is False for a request that was admitted before, which is no arrival. `counts` is False for a request that
+        waits for a usage limit, because more replicas would not help it.
         """
         self._asked_s = now
         if request.band < self._settings.from_band or not counts:

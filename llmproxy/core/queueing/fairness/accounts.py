@@ -29,7 +29,7 @@ class Accounts(dict[str, Account]):
         return account
 
     def open(self, flow: str) -> Account:
-        """Returns the account of `flow`, created as idle if there is none. An idle flow counts as used."""
+        """Returns the account of `flow`, created as idle if there is none. Marks an idle flow as used last."""
         account = self[flow]
         if flow in self.idle:
             self.idle.move_to_end(flow)

@@ -46,20 +46,20 @@ class FairnessPolicy(ABC):
         """
 
     def started(self, request: Request, now: float) -> None:
-        """Records the first byte of the answer to `request`."""
+        """Records the first token of a stream, or the grant of a request without a stream."""
 
     def ended(self, request: Request, met: bool | None, now: float) -> None:
         """Records the end of `request`. `met`: whether its objective was met; None if that is unknown."""
 
     def balances(self) -> Mapping[str, float]:
-        """Maps flows to their charges above the common minimum, for `restore` in the next process."""
+        """Maps flows to their charges relative to a common level, for `restore` in another process or pool."""
         return {}
 
     def restore(self, balances: Mapping[str, float]) -> None:
-        """Takes over the balances of another process. Call it after its waiting requests have been moved here."""
+        """Takes over the balances of another process or pool. Call this after its waiting requests were moved here."""
 
     def standing(self, flow: str) -> tuple[tuple[str, float], ...]:
-        """Returns (name, value) pairs of the account of `flow`, which debug pages show."""
+        """Returns (name, value) pairs of the account of `flow`, for logs and debug pages."""
         return ()
 
 

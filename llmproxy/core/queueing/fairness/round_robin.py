@@ -12,7 +12,7 @@ from llmproxy.core.settings import Settings
 
 @policies.register("round_robin")
 class RoundRobin(FairnessPolicy):
-    """Takes the flow that was served longest ago."""
+    """Takes the flow that became backlogged, or was last served, longest ago."""
 
     def __init__(self, settings: Settings) -> None:
         self._turns: OrderedDict[str, None] = OrderedDict()

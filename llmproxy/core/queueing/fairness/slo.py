@@ -45,9 +45,9 @@ class SloAdherence(FairnessPolicy):
     counted. Repeatedly serving the lowest adherence is the greedy approach to max-min fairness of adherence. No
     published scheduler uses this quantity. Its definition:
 
-    * A request is counted once: at its end, or as missed at the first call after `ttft_s` has passed without a first
-      byte. So a starved flow does not look like an idle one. A request that ends with `met` None is not counted, unless
-      it was counted as missed before.
+    * A request is counted once: at its end, or as missed at the first call after `ttft_s` has passed before `started`
+      was called. So a starved flow does not look like an idle one. A request that ends with `met` None is not counted,
+      unless it was counted as missed before.
     * Weights multiply misses: flows are ordered by weight x (1 - adherence), the largest first.
     * Ties, including flows without an objective: the flow whose first request must have its first token soonest,
       requests without that objective last; then the flow whose first request arrived first.
@@ -79,7 +79,7 @@ class SloAdherence(FairnessPolicy):
         account.due_s = _due_s(head)
         account.arrived_s = head.arrived_s
         self._rank(flow, account)
-        # A started request may be back after a failed attempt, and its first byte is due again.
+        # A started request may be back after a failed attempt, and its first token is due again.
         self._watch(head)
 
     def emptied(self, flow: str) -> None:
@@ -135,7 +135,7 @@ class SloAdherence(FairnessPolicy):
         return int(self._now // self._bucket_s)
 
     def _advance(self, now: float) -> None:
-        """Applies changes that time alone causes: expired records and missed first bytes. Ignores an older `now`."""
+        """Applies changes that time alone causes: expired records and late first tokens. Ignores an older `now`."""
         if now <= self._now:
             return
         self._now = now
