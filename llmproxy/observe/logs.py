@@ -143,7 +143,7 @@ def log_exit(ended: RequestExit) -> None:
 
 
 def log_replaced_id(request_id: str) -> None:
-    """Logs that `request_id` replaces an id of a client that is unsuitable for log lines."""
+    """Logs that `request_id` replaces a client's id, which is unsuitable for log lines."""
     hint = "x-request-id should be 1 to 256 printable ASCII characters without spaces"
     _log.warning("request_id_replaced", request_id=request_id, hint=hint)
 

@@ -53,7 +53,7 @@ class QueueState:
 
 @dataclass(frozen=True, slots=True)
 class BackendState:
-    """A backend at a scrape. A value from the engine is None until its metrics have been read, and if it is stale."""
+    """A backend at a scrape. A value from the engine is None before the first scrape, and if it is stale."""
 
     backend: str
     in_flight: int

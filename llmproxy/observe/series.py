@@ -39,7 +39,7 @@ class Counts(defaultdict[Labels, float]):
 
 
 class Distribution:
-    """A series of a histogram: the number of values in each bucket (upper bound included), and their sum."""
+    """A series of a histogram: the number of values in each bucket (upper bound included), and the sum of all."""
 
     __slots__ = ("_bounds", "counts", "sum")
 

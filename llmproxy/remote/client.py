@@ -57,7 +57,7 @@ class LeaseClient:
     """Implements the lease calls of `Leasing` by messages to the scheduling process."""
 
     def __init__(self, backends: Container[str]) -> None:
-        """Creates a client that knows the backends with these names."""
+        """Creates a client. `backends` has the names of the backends that this process knows."""
         self._backends = backends
         self._serial = count(1)
         self._waiting: dict[int, _Waiting] = {}

@@ -179,14 +179,14 @@ class Frames(Generic[MessageT]):
                         _report_bug(message, error)
         except (msgspec.DecodeError, RecursionError) as error:
             raise BrokenFrameError(str(error)) from None
-        # Not after an error, whose traceback may still refer to the buffer. The connection ends then.
+        # Not reached after an error, whose traceback may still refer to the buffer. The connection then ends.
         del buffer[:begin]
 
 
 class Sender(Protocol):
     """Sends messages to the process at the other end of a link."""
 
-    local: bool  # Whether the other side is on this machine: it shares the clock, and lives as long as the link.
+    local: bool  # Whether the other side is on this machine. It then shares the clock, and ends with the link.
 
     def send(self, message: Sendable) -> None: ...
 
@@ -197,7 +197,7 @@ class Link(asyncio.Protocol, Generic[MessageT]):
     """An end of a connection. Messages sent in one iteration of the event loop share a frame.
 
     A link that is not `local` closes when its peer is silent or does not read. A local link needs no limit of its send
-    buffer: its messages come from the requests of one worker, whose number is limited.
+    buffer, because the number of requests of one worker is limited.
     """
 
     def __init__(

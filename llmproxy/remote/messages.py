@@ -38,7 +38,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Answer(Message, frozen=True):
-    """A message about a call or a lease of the client."""
+    """A message to a client about a call or a lease of this client."""
 
 
 Sendable = Message | LeaseEvent  # A message, or an event of a lease.

@@ -27,7 +27,7 @@ from llmproxy.remote.messages import FromMember, FromWorker, Message, PageReques
 from llmproxy.scheduling.dispatcher import Dispatcher
 from llmproxy.scheduling.lease import Lease, Leasing
 
-RETURNED_MAX = 4096  # Returned leases that are remembered, because a `PrefixCached` may still arrive.
+RETURNED_MAX = 4096  # Number of returned leases that are remembered, because a `PrefixCached` may still arrive.
 
 Page = Callable[[PageRequest], Awaitable[PageResponse]]
 CallT = TypeVar("CallT", messages.Admit, messages.Resolve, PageRequest, messages.DirectRequest)

@@ -32,7 +32,7 @@ class Event(Struct, frozen=True):
     name: str
     backend: str | None
     why: str  # The field `why` of the line.
-    text: str  # All fields, as in the log.
+    text: str  # All fields except HIDDEN, as in the log; the beginning of a long text.
 
 
 class Events:

@@ -15,7 +15,7 @@ FLOWS_MAX = 4096  # The maximum number of flows in a message, so that the messag
 FLOWS_KNOWN_MAX = 50_000  # Flows of one band that a member remembers. Others start anew under the next leader.
 RATES_MAX = 4096  # The maximum number of rate limits in a message, so that the message fits into a frame.
 RATES_KNOWN_MAX = 50_000  # Rate limits that a member remembers. Others count as unused.
-SAME_S = 0.001  # In seconds. Debts whose ends differ by less are equal: the difference is rounding.
+SAME_S = 0.001  # Debts whose ends differ by less are equal: the difference is rounding.
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,7 +182,7 @@ class PendingConnections:
         self._logged_s = -LOG_S
 
     def accepted(self, transport: asyncio.Transport) -> None:
-        """Adds a new connection, and closes others to stay within the limits."""
+        """Adds a new connection. At a limit, closes another connection, or the new one if no other is pending."""
         loop, peer = asyncio.get_running_loop(), _peer(transport)
         for gone in [other for other, one in self._open.items() if one.is_closing()]:
             self._forget(gone)

@@ -339,7 +339,10 @@ class WorkerSupervisor:
                 one.close()
 
     async def wait_idle(self) -> None:
-        """Waits until no request is open in any worker; after a replacement without drain, until no connection is."""
+        """Waits until no worker has an open request.
+
+        After a replacement without a drain, waits until no worker has an open connection.
+        """
         for session in self._sessions.values():
             await session.idle.wait()
 
