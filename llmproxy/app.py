@@ -259,8 +259,8 @@ async def _build(
     metrics = Metrics(lambda: _live_state(proxy, now()))
     dispatcher = Dispatcher(pools, on_decision=metrics.decided, on_ejection=backend_log.health_changed)
     upstream = await stack.enter_async_context(HttpUpstream(endpoints, connections_max()))
-    # Polls use separate connections, so that a request to a dead machine opens a new one. This fails before any byte is
-    # sent, and the request can go to another backend without risk.
+    # Polls use separate connections, so that a request to a dead machine has to open one. Opening fails before any byte
+    # is sent, and the request can go to another backend without risk.
     polls = await stack.enter_async_context(HttpUpstream(endpoints))
     starts = StartTimes(pools, now, metrics.replica_started)
     events = BackendEvents(dispatcher, [backend_log, PollCounter(metrics), starts])
@@ -368,9 +368,9 @@ def _check(config: Config) -> None:
 def _exit_readers(
     stack: AsyncExitStack, config: Config, metrics: Metrics, now: float
 ) -> Iterator[Callable[[RequestExit], None]]:
-    """Yields the configured readers of exit records, except the metrics. They stop when `stack` is closed.
+    """Yields the readers of exit records that the configuration turns on: the decision log and the export of traces.
 
-    `now` is the current time of the event loop.
+    They stop when `stack` is closed. `now` is the current time of the event loop.
     """
     path = config.decision_log
     if path is not None:
@@ -432,7 +432,7 @@ def _live_state(proxy: Proxy, now: float) -> LiveState:
             day_left=pools.money_left(name, now),
         )
         for name, backend in pools.backends.items()
-        # None if it is stale.
+        # The reading is None if it is stale.
         for reading in (views[name].reading,)
     )
     queues = tuple(
@@ -442,7 +442,7 @@ def _live_state(proxy: Proxy, now: float) -> LiveState:
     cluster = proxy.cluster
     needs = proxy.scale.needs()
     if cluster is not None and not cluster.is_leader:
-        # A follower sees no requests, and would report the current number of replicas as needed.
+        # The pools of a follower get no requests, so a follower would report the current number of replicas as needed.
         needs = {}
     body_bytes = (proxy.supervisor or proxy.gateway.handler.bodies).buffered_bytes
     return LiveState(

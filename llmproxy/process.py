@@ -100,7 +100,7 @@ async def _serve(config: Config, reread: Reread | None) -> int:
             early_signals.send_again()
             await signals.over.wait()
             finished = await _shut_down(proxy, signals)
-            # A worker does not report a request before it has its body.
+            # A worker does not report a request before the body of the request has arrived.
             cut = proxy.open_requests or int(not finished)
             _log.info("stopped", all_requests_finished=finished, cut=cut)
     except ConfigError as error:

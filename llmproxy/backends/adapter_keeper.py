@@ -1,7 +1,7 @@
-"""Loads or unloads an adapter on all backends, and repeats the change on a backend that lost it in a restart.
+"""Loads or unloads an adapter on backends, and repeats the change on a backend that lost it in a restart.
 
-Each backend gets one load or unload request at a time. The model list of the backend is read after each request, so
-that requests for the adapter work as soon as the load is reported.
+Each backend gets one load or unload request at a time. The model list of the backend is read after each answer, so that
+requests for the adapter work as soon as the load is reported.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Lister(Protocol):
 
 
 class AdapterKeeper(BackendObserver):
-    """Changes the adapters of backends, and repeats the changes on restarted backends, until `close`.
+    """Changes the adapters of backends, and repeats the changes on backends that lack them, until `close`.
 
-    The mappings `backends` and `listers` may change at any time. `on_order` gets the backend of each load or unload
-    request, the kind of change ("load" or "unload"), and whether it succeeded.
+    The mappings `backends` and `listers` may change at any time. `on_order` gets each backend of a change, even if it
+    was down, the kind of change ("load" or "unload"), and whether the change succeeded.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class AdapterKeeper(BackendObserver):
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def carry_out(self, plan: AdapterPlan) -> Report:
-        """Sends the load or unload requests of a plan to all its backends at once, and returns their replies.
+        """Sends the load or unload requests of a plan to its backends that are up, and returns all replies.
 
         If the caller is cancelled, the requests are sent all the same.
         """
@@ -123,7 +123,7 @@ class AdapterKeeper(BackendObserver):
     async def _catch_up(self, backend: str) -> None:
         """Sends a backend the adapter changes that it lacks.
 
-        After a failed request, the next model list of the backend starts this again.
+        After a failed request, a later model list of the backend starts this again.
         """
         try:
             for change in self._adapters.due(backend, _now()):

@@ -85,9 +85,9 @@ class FileSource:
 class DnsSource:
     """All servers behind one DNS name, each configured like `template`.
 
-    A server is named by its address and port, so that the order of DNS answers does not matter. A server is removed
-    after `misses_before_removal` answers in a row without it. While the answers are empty, EMPTY_TIMES times as many
-    are needed.
+    A server is named by its address, port and path, so that the order of DNS answers does not matter. It is removed
+    after `misses_before_removal` answers in a row without its address, or EMPTY_TIMES times as many if the answers are
+    empty.
     """
 
     def __init__(self, template: BackendConfig, interval_s: float, misses_before_removal: int, look_up: LookUp) -> None:
@@ -185,10 +185,10 @@ class _Running:
 class Discovery:
     """Queries each source of backends at its own interval, and updates the registry, from `reconfigure` until `close`.
 
-    `expects` is called with True while any source has not answered, so that requests for unlisted models wait, and with
-    False afterwards. `on_query` gets the source of each query and whether it succeeded. `look_ups` look up addresses (A
-    and AAAA records) and SRV records. `take_entries` gets the configuration entries from InferenceObjectives and
-    InferenceModelRewrites.
+    `expects` is called with True while any source, or the inference extension, has not answered, so that requests for
+    unlisted models wait, and with False afterwards. `on_query` gets the source of each query and whether it succeeded.
+    The first of `look_ups` is for addresses (A and AAAA records), the second for SRV records. `take_entries` gets the
+    configuration entries from InferenceObjectives and InferenceModelRewrites.
     """
 
     def __init__(

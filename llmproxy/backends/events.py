@@ -27,7 +27,7 @@ class BackendObserver:
         """Handles a new model list of a backend."""
 
     def observe(self, backend: str, reading: Reading) -> None:
-        """Handles the scraped metrics of a server that publishes vLLM's metrics. Called before `answered`."""
+        """Handles the metrics of a scrape that shows the load of an engine. Called before `answered`."""
 
     def published(self, backend: str, limit: int) -> None:
         """Handles the batch limit that a backend publishes: the number of sequences that it runs at once."""
@@ -103,7 +103,7 @@ class BackendEvents(BackendObserver):
 
 
 class PollCounter(BackendObserver):
-    """Counts failed polls in the metrics."""
+    """Counts failed polls and unreadable metrics."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -116,7 +116,7 @@ class PollCounter(BackendObserver):
 
 
 class BackendLog(BackendObserver):
-    """Logs changes of backends, and sets `all_polled` when each backend of `expect` has been polled once."""
+    """Logs changes of backends, and sets `all_polled`."""
 
     def __init__(self, pools: Pools) -> None:
         self._pools = pools
@@ -124,10 +124,11 @@ class BackendLog(BackendObserver):
         self._serves: dict[str, tuple[str, ...]] = {}
         self._unread: set[str] = set()
         self._unpolled: set[str] = set()
-        self.all_polled = asyncio.Event()  # Set when every backend of `expect` has answered a poll or failed one.
+        # Set when every backend of `expect` has answered a poll, failed a poll, or was removed.
+        self.all_polled = asyncio.Event()
 
     def expect(self, backends: Iterable[str]) -> None:
-        """Adds the backends that are known at the start. `all_polled` waits for the first poll of each."""
+        """Adds backends that are known at the start. `all_polled` waits for the first poll of each."""
         self._unpolled.update(backends)
         if not self._unpolled:
             self.all_polled.set()

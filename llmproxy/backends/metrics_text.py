@@ -1,6 +1,6 @@
 """Parses a backend's `/metrics` page into a `Reading`, in slices that do not block the event loop.
 
-A page of vLLM has about 70 kB of histograms, and each backend is scraped up to five times a second. A general parser
+A page of vLLM has about 70 kB of histograms, and each backend is scraped several times a second. A general parser
 would cost more than the proxying itself, so this parser reads only the lines that it needs.
 """
 
@@ -34,7 +34,7 @@ _OTHER_NAMES = (
     (b"sglang:num_queue_reqs", WAITING),
     (b"sglang:token_usage", KV_USED),
 )
-"""Other name of a series -> vLLM's name: the names of Ray Serve, of collectors that allow no colon, and of SGLang."""
+"""Beginning of a series name -> its beginning in vLLM, for Ray Serve, collectors that allow no colon, and SGLang."""
 
 LABELS_BYTES_MAX = 64 << 10
 """The maximum bytes of the labels of a series. vLLM's longest labels have 1 KB, plus the names of waiting adapters."""
@@ -54,9 +54,9 @@ def parse_reading(text: bytes, taken_at_s: float) -> Generator[None, None, Readi
     """Parses the load of one backend from its metrics page.
 
     `taken_at_s` is the time when the scrape was sent. If the page covers several engines, requests and tokens are
-    summed, and the KV cache usage is averaged. Returns None for a page without running and waiting requests: it is no
-    vLLM page, and zeroes would mean an idle engine. Yields after at most some milliseconds of work. Raises ValueError,
-    with a reason for people, if labels exceed LABELS_BYTES_MAX.
+    summed, and the KV cache usage is averaged. Returns None for a page with neither metric of running nor of waiting
+    requests: it is no page of an engine, and zeroes would mean an idle engine. Yields after at most some milliseconds
+    of work. Raises ValueError, with a reason for people, if labels exceed LABELS_BYTES_MAX.
     """
     if RUNNING not in text:
         text = yield from _in_our_names(text)
@@ -93,7 +93,7 @@ def _in_our_names(text: bytes) -> Generator[None, None, bytes]:
 def is_filtered(text: bytes) -> bool:
     """Returns whether a metrics page has only the requested series, so the server applied the filter.
 
-    An unfiltered page begins with metrics of the server's own process.
+    Reads only the first _JUDGED_BYTES, because an unfiltered page begins with metrics of the server's own process.
     """
     end = len(text) if len(text) <= _JUDGED_BYTES else text.rfind(b"\n", 0, _JUDGED_BYTES) + 1
     return _FOREIGN_LINE.search(text, 0, end) is None

@@ -1,9 +1,10 @@
 """Polls the health, models and load of each backend, in one task per backend.
 
-A poll requests health and models when they are due, then the metrics. A poll ends with exactly one event: `answered`,
-or `troubled` after the first failed request. Unreadable metrics are no failure, because old metrics expire; a request
-to `/health` then shows whether the backend is healthy. A busy backend is scraped several times a second. The load of an
-idle backend does not change, so its metrics are scraped together with its health.
+A poll requests health, models and metrics, each if it is due, in this order. A poll ends with exactly one event:
+`answered`, or `troubled` after the first failed request. Unreadable metrics are no failure, because old metrics expire;
+a request to `/health` then shows whether the backend is healthy. A busy backend with a short metrics page is scraped
+several times a second. The load of an idle backend does not change, so its metrics are scraped together with its
+health.
 """
 
 from __future__ import annotations
@@ -41,22 +42,22 @@ FAST_BYTES_MAX = 32 << 10
 
 HEALTH_INTERVAL_S = 1.0
 REPROBE_INTERVAL_S = 10.0
-"""The seconds between two tries of a better metrics page.
+"""The seconds between two tries to read a better metrics page.
 
 Another server may take the place of a backend without ever refusing a poll.
 """
 
 LIMIT_ASKS_MAX = 3
-"""The maximum number of tries to read an engine's configuration. vLLM inspects its machine before the first answer."""
+"""The maximum number of tries to read an engine's configuration. The first answer of vLLM may take seconds."""
 LIMIT_PAUSE_S = 10.0
-"""The seconds between two tries to read an engine's configuration, also if the backend restarts again and again."""
+"""The minimum seconds between two tries to read an engine's configuration, even if the backend restarts often."""
 
 GZIP_OR_ZLIB = 32  # Added to the window size of zlib, which then recognizes either header.
 
 NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG")
 """OpenSSL's reasons for an answer that is not TLS."""
 
-# Without the slash, vLLM ignores the filter, which costs the engine's event loop twenty times as much.
+# Without the slash, vLLM ignores the filter. The full page costs the engine's event loop twenty times as much.
 FILTERED_PATH = "/metrics/?" + "&".join(f"name[]={quote(name, safe=':')}" for name in METRIC_NAMES)
 
 T = TypeVar("T")
@@ -200,7 +201,7 @@ class Poller:
         self._health_due_s = self._models_due_s = self._metrics_due_s = self._probe_due_s = -inf
 
     def _jittered(self, interval_s: float) -> float:
-        # Spreads the polls of many backends and proxies over time. A configured interval is the longest.
+        # Spreads the polls of many backends and proxies over time. No interval is longer than configured.
         return interval_s * self._rng.uniform(0.8, 1.0)
 
     async def _ask_what_is_due(self) -> None:
@@ -253,7 +254,7 @@ class Poller:
         sent_at_s = self._clock()
         status, body = await self._get("/v1/models")
         if status != 200:
-            # Every engine has this route. A server without it serves nothing (yet), such as a front of an engine.
+            # Every engine has this route. A server without it serves nothing yet, such as a proxy before an engine.
             trouble = Trouble.UNHEALTHY if status >= 500 or status == 404 else Trouble.GARBAGE
             asks = "; is the backend's api_key right?" if self._has_key else "; set backend_api_key, or its own api_key"
             hint = asks if status in (401, 403) else "; does it speak TLS (https://)?" if status == 400 else ""
@@ -360,7 +361,7 @@ def _decompressed(body: bytes, headers: list[tuple[str, str]]) -> bytes:
 def hint_of(error: Exception) -> str:
     """Returns a hint that the URL of a backend may be wrong; "" for other errors.
 
-    Used if the backend never answered.
+    Used if the backend never listed its models.
     """
     cause = error.__cause__
     if isinstance(cause, ssl.SSLError):

@@ -1,8 +1,8 @@
 """The registry of backends. Only the registry adds, changes, drains and removes backends.
 
 Each source (the configuration, a file, DNS, Kubernetes) lists its backends, and the registry has the backends of all
-sources. A backend that no source lists any more gets no new requests. It is removed after its requests in flight, at
-the latest after `timeouts.total_s`.
+sources. A backend that no source lists any more gets no new requests. It is removed when its requests in flight have
+ended, and no other backend can still fetch a prompt from it.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class _Member:
     polling: asyncio.Task[None] | None
     drained: bool = False
     leaving: asyncio.Task[None] | None = None
-    # The task that moves the streams of a drained backend when the deadline of the drain is over, and that time on the
+    # The task that moves the streams of a drained backend after the deadline of the drain, and the deadline on the
     # loop's clock.
     moving: asyncio.Task[None] | None = None
     moves_s: float | None = None
 
 
 class BackendRegistry:
-    """The backends, each with a poller that runs until the backend is removed or `close` is called.
+    """The backends. Each one except external backends has a poller until the backend is removed or `close` is called.
 
     `endpoints` gets all backends, so that the HTTP client knows their TLS settings and resolves their names. `events`
     gets the results of polls, and removals.
@@ -127,8 +127,8 @@ class BackendRegistry:
     def drain(self, name: str, deadline_s: float | None = None) -> None:
         """Sends no new requests to a backend until `undrain`. Raises KeyError for an unknown name.
 
-        After `deadline_s`, its streams move to other backends; None leaves the streams where they are. The deadline of
-        an earlier drain ends.
+        After `deadline_s`, the streams of the backend move to other backends; None leaves them where they are. Replaces
+        the deadline of an earlier drain.
         """
         member = self._members[name]
         self._set_drained(member, drained=True)
@@ -136,11 +136,11 @@ class BackendRegistry:
         if deadline_s is not None:
             member.moves_s = self._now() + deadline_s
             member.moving = spawned(self._move_streams(member, deadline_s), f"move the streams of {name}")
-        # Other members of a cluster get the deadline, or its end.
+        # Other members of a cluster get the new deadline, or none.
         self._dispatcher.reconsider()
 
     def undrain(self, name: str) -> None:
-        """Ends the drain of a backend. A backend that is being removed gets no requests all the same.
+        """Ends the drain of a backend. A backend that is being removed or is not ready gets no requests all the same.
 
         Raises KeyError for an unknown name.
         """
@@ -149,7 +149,10 @@ class BackendRegistry:
         _cancel_move(member)
 
     def drain_on_join(self, names: Iterable[str]) -> None:
-        """Drains these backends as soon as they are added, because an operator drained them in the previous process."""
+        """Drains these backends when they are added.
+
+        They were drained in the previous process, or the leader of the cluster announces them as drained.
+        """
         self._drained_before.update(names)
 
     def restore_limits(self, known: Mapping[str, KnownLimit]) -> None:
@@ -183,9 +186,9 @@ class BackendRegistry:
         _log.info("backend_drained" if drained else "backend_undrained", backend=member.config.name)
 
     async def _move_streams(self, member: _Member, deadline_s: float) -> None:
-        """Moves the streams of a drained backend after `deadline_s`, as soon as another backend is up.
+        """Moves the streams of a drained backend after `deadline_s`, as soon as other backends can serve its models.
 
-        In a cluster only the leader does so, also if it begins to lead after the deadline.
+        In a cluster, only the leader moves them, even if it becomes the leader after the deadline.
         """
         health = self._pools.backends[member.config.name].health
 
@@ -249,7 +252,7 @@ class BackendRegistry:
 
     def _change(self, member: _Member, backend: BackendConfig, source: str) -> None:
         if member.config.is_external is not backend.is_external:
-            # The new kind joins when the requests on the old one have ended.
+            # An engine became external, or the reverse. The new one joins when the requests on the old one have ended.
             if member.leaving is None:
                 self._leave(member)
             return

@@ -26,7 +26,7 @@ class SourceFailedError(Exception):
 class RefusedLog:
     """Logs the invalid objects of one source.
 
-    A reason is logged once. If the object becomes valid or is gone in between, it is logged again.
+    A reason is logged once. It is logged again if the object was valid, gone or refused for another reason in between.
     """
 
     def __init__(self) -> None:

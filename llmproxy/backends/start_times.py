@@ -12,7 +12,7 @@ LEAST_S = 2.0  # A start that took less time is not counted: the backend was run
 
 
 class StartTimes(BackendObserver):
-    """Reports how long each new backend took to start to the scaling of its pool, and to `on_start` (pool, seconds).
+    """Reports how long each new backend took to start: to the scaling of its pool, and to `on_start` (pool, seconds).
 
     A backend that answers its first poll was already running, so it is not measured.
     """

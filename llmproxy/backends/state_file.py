@@ -24,17 +24,17 @@ AUTO, NONE = "auto", "none"
 FORMAT = "llmproxy-state/1"
 OLD_NAME = "state.json"  # The file that all proxies of a user shared in earlier versions.
 AGE_MAX_S = 7 * 86_400.0
-"""A backend that was not seen for this time is dropped from the file.
+"""A backend or pool that was not seen for this time is dropped from the file.
 
-Engines are restarted with other options, so its values would be outdated.
+Engines may be restarted with other options meanwhile, so the values would be outdated.
 """
 ENTRIES_MAX = 4_096  # The maximum number of backends in the file. The backends that were seen last stay.
 FILE_BYTES_MAX = 4 << 20
-CHECK_S = 5.0  # The seconds between two comparisons of the current limits with the written limits.
+CHECK_S = 5.0  # The seconds between two comparisons of the current values with the written values.
 REFRESH_S = 3_600.0  # The seconds after which unchanged entries are written again, so that they do not expire.
 POOLS_MAX = 256
 POOLS_EVERY_S = 60.0
-"""The minimum seconds between two writes for changed capacities alone. Every answer changes a capacity."""
+"""The minimum seconds between two writes if only capacities have changed. Every answer changes a capacity."""
 
 _log = structlog.get_logger()
 _Seen = TypeVar("_Seen", bound="_Entry | _Pool")
@@ -132,7 +132,7 @@ class StateFile:
         self._writing = Lock()
 
     def read(self) -> State:
-        """Returns the unexpired content of the file; empty if the file is unusable."""
+        """Returns the unexpired content of the file; an empty `State` if the file is unusable."""
         try:
             content = self._content()
         except (OSError, _Unusable) as error:
@@ -147,9 +147,10 @@ class StateFile:
         )
 
     def write(self, known: State, *, last: bool = False) -> None:
-        """Writes `known`, unless it is empty, unchanged, or another proxy writes now.
+        """Writes `known` if it is due and not empty, unless another proxy writes now.
 
-        `last` marks the last write of the process, which also writes capacities that changed a short time ago.
+        Changed limits are due at once, changed capacities POOLS_EVERY_S after the last write or if this is the `last`
+        write of the process, and unchanged values after REFRESH_S.
         """
         now = self._clock()
         if not self._is_due(known, now, last):
@@ -182,7 +183,7 @@ class StateFile:
         return known.capacities != self._written.capacities and (last or now >= self._written_s + POOLS_EVERY_S)
 
     async def follow(self, known: Callable[[], State]) -> None:
-        """Writes the result of `known` every CHECK_S if it has changed, and once more when the task is cancelled."""
+        """Calls `write` with the result of `known` every CHECK_S, and once more when the task is cancelled."""
         try:
             while True:
                 await asyncio.sleep(CHECK_S)
@@ -192,9 +193,9 @@ class StateFile:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Locks the file against writes of other processes during the block.
+        """Locks the folder of the file against writes of other proxies during the block.
 
-        Raises BlockingIOError if another process has the lock, and OSError if the folder cannot be made or read.
+        Raises BlockingIOError if another proxy has the lock, and OSError if the folder cannot be made or read.
         """
         parent = Path(os.path.realpath(self.path)).parent
         parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -224,7 +225,7 @@ class StateFile:
             raise _Unusable(str(error)) from None
         if read.format != FORMAT:
             raise _Unusable(f"its format is {read.format[:64]!r}, not {FORMAT!r}")
-        # Entries from the future, after a clock was set back, do not count either.
+        # Entries more than AGE_MAX_S in the future, after a clock was set back, are dropped like expired entries.
         now = self._clock()
         read.limits = {
             url: entry

@@ -70,7 +70,7 @@ def _root(
 
 
 class _Serve(PanelHelp):
-    """The command `serve`. Reports every unknown flag with its replacement; Typer alone would report only the first."""
+    """The command `serve`. Reports all unknown flags for which there is advice; Typer would report only the first."""
 
     common_panels = ("Arguments", *COMMON, "Options")
 
@@ -104,10 +104,10 @@ def serve(
 ) -> None:
     """Serve one address in front of vLLM servers.
 
-    Every key of the configuration is a flag and a variable: queue.max_wait_s is --queue-max-wait-s and
-    LLMPROXY_QUEUE_MAX_WAIT_S. Flags override variables, which override the file, which overrides the defaults. A list
-    replaces the list that it overrides. The word `null` means null in flags, variables and the file. Several backends
-    are separated by commas or spaces, or the flag is repeated.
+    Every key of the configuration is a flag and a variable, except mappings, plugins and keys of list entries:
+    queue.max_wait_s is --queue-max-wait-s and LLMPROXY_QUEUE_MAX_WAIT_S. Flags override variables, which override the
+    file, which overrides the defaults. A list replaces the list that it overrides. The word `null` means null in flags,
+    variables and the file. Several backends are separated by commas or spaces, or the flag is repeated.
     `llmproxy config` lists every key with its type, default and meaning.
     """
 
@@ -306,10 +306,10 @@ def top(
     ] = 1.0,
     admin_key: AdminKey = None,
 ) -> None:
-    """Show a running proxy: why requests wait, bands, replicas, flows and the last events, drawn anew each second.
+    """Show a running proxy: why requests wait, bands, replicas, flows and the last events, drawn anew each --interval.
 
-    Keys: s sorts the replicas by the next column, r reverses, / filters replicas and flows, p pauses, e shows the last
-    choices with their prices, q quits.
+    Keys: s sorts the replicas by the next column, r reverses, / filters replicas, flows and events, p pauses, ?
+    explains keys and columns, q quits.
     """
     from llmproxy.tools import top as asked
 
@@ -395,8 +395,8 @@ def batch(
 ) -> None:
     """Send the requests of a batch file, and append each answer to a results file in OpenAI's format.
 
-    Run the same command again to continue after any end. Exit code: 0 if each request has a result, 1 if some of them
-    failed, 2 for wrong input, 3 if results are missing.
+    Run the same command again to continue after any end. Exit code: 0 if all requests succeeded, 1 if some failed, 2
+    for wrong input, 3 if results are missing.
     """
     from llmproxy.tools.batch import BatchError, BatchOptions, run
     from llmproxy.tools.top import AskError, ProxyAddress

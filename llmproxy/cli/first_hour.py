@@ -80,11 +80,11 @@ def init(
 ) -> None:
     """Look at servers, and write a configuration with only what differs from the defaults.
 
-    Without URLs and --from, ask for them in a terminal. --from reads a command of vllm-router, production-stack or
+    Without URLs and --from, ask for URLs in a terminal. --from reads a command of vllm-router, production-stack or
     SGLang's gateway, values of production-stack's chart, a configuration of LiteLLM or nginx, or an InferencePool.
     Servers of --from that answer, but not like engines, are left out.
 
-    The exit code is 1 if no server is usable now. The file is written all the same.
+    The exit code is 1 if the file was written but no server is usable now, and 2 if no file was written.
     """
     from llmproxy.tools.doctor.carried import NotReadError
     from llmproxy.tools.doctor.init import configuration, write

@@ -97,7 +97,7 @@ BACKENDS = next(flag for flag in FLAGS if flag.keys == ("backends",))
 def _overrides(given: Iterable[tuple[Flag, str, Sequence[str]]]) -> list[Override]:
     """Returns one override for each key that (flag, origin, values) entries set. Values of lists are joined.
 
-    Raises ConfigError if two entries set the same key, unless the key is a list.
+    Raises ConfigError if two entries set the same key, unless it is in LIST_SEPARATORS.
     """
     found: dict[str, Override] = {}
     for flag, origin, texts in given:

@@ -79,7 +79,7 @@ REPLICA: Options = {
     "shutdown": (
         _option(
             Literal["now", "abort", "hang"],
-            help="On SIGTERM: cut open streams, end them as aborted, or leave them hanging, as vLLM does.",
+            help="On SIGTERM: cut open streams, end them as aborted, or leave them hanging.",
         ),
         "now",
     ),

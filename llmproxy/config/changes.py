@@ -150,7 +150,7 @@ class SettingInForce:
     key: str
     # The value of the key as text; `***` for a secret.
     value: str
-    # A file with its line, a flag, a variable, or `default`.
+    # A file with its line, a flag, a variable, a Kubernetes object, or `default`.
     origin: str
     # Whether a change of the key needs a restart.
     restart: bool

@@ -55,7 +55,7 @@ def unknown_bands(entries: Iterable[object], key: str, bands: Mapping[str, int])
 
 
 def bands_in(section: Mapping[str, float], key: str, bands: Mapping[str, int]) -> tuple[dict[int, str], list[Problem]]:
-    """Returns band -> its name in `section`, and a problem for each name there that is no band."""
+    """Returns band -> its name in `section`, and a problem for each name there that is no band or repeats a band."""
     problems: list[Problem] = []
     given: dict[int, str] = {}
     for name in section:

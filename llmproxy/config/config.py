@@ -59,7 +59,7 @@ from llmproxy.core.backends.catalogue import ANY
 from llmproxy.core.domain import BAND_NAMES, CRITICAL, DEFAULT, IDLE, SHEDDABLE
 
 CEILINGS: Mapping[int, float] = {BAND_NAMES[name]: ceiling for name, ceiling in SchedulingConfig().ceilings.items()}
-"""The ceilings of bands that the configuration does not name."""
+"""The default ceilings of the bands critical, default and sheddable."""
 LOG_FORMATS = ("text", "json")
 RELOADS = ("watch", "signal")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -76,7 +76,7 @@ class Config(Section):
     workers: Annotated[Integer, Field(ge=1, le=64)] = 1
     """Number of processes that relay requests. From two on, one more process schedules the requests of all."""
     tls: TlsConfig = TlsConfig()
-    """Certificate and key for TLS on the client port."""
+    """Certificate and key for TLS on the client port and on the admin port."""
     clients: ClientsConfig = ClientsConfig()
     """Limits of the connections and requests of clients."""
     log_format: Annotated[str, one_of(LOG_FORMATS)] = "text"
@@ -95,7 +95,7 @@ class Config(Section):
     """Most bytes of request bodies in memory, divided among workers. Beyond this number, the largest arriving bodies
     are refused."""
     drain_timeout_s: Annotated[Number, Field(ge=0)] = 30.0
-    """Longest time for requests to finish after SIGTERM. Then they are cut."""
+    """Longest time for requests to finish after SIGTERM and drain_delay_s. Then they are cut."""
     drain_delay_s: Annotated[Number, Field(ge=0)] = 0.0
     """Time after SIGTERM in which requests are accepted, but /ready is 503, so that clients move."""
     drain_queued: Annotated[str, one_of(DRAIN_QUEUED)] = "refuse"
@@ -106,31 +106,33 @@ class Config(Section):
     trust_proxy_headers: Annotated[bool, idle.unless_given("clients.trusted_proxies")] = False
     """Obey objective, fairness and SLO headers from clients.trusted_proxies, which must set or remove them."""
     admin_key: KeyHash | None = Field(default=None, repr=False)
-    """Hash of the key for /debug, /admin and adapters (`llmproxy hash-key`). null: only this machine reads /debug."""
+    """Hash of the key for /debug, /admin, /scale and adapters (`llmproxy hash-key`). null: only this machine reads
+    them, and nobody can change anything."""
     admin: AdminConfig = AdminConfig()
     """A separate port for operators."""
     decision_log: Path | None = None
-    """File that gets a JSON line for each decision. null: no file."""
+    """File that gets a JSON line for each scheduled request when it ends. null: no file."""
     decision_log_sample: Annotated[Number, Field(ge=0, le=1), idle.unless_given("decision_log")] = 1.0
     """Share of requests (0 to 1) in the decision log."""
     tracing: bool = False
     """Send traces of requests by OpenTelemetry, which reads the OTEL_* variables. Needs the extra otel."""
     state_file: str = Field(default="auto", examples=["/var/lib/llmproxy/limits.json"])
-    """File of learned batch limits for the next start: auto (in the state directory), none, or a path."""
+    """File of learned batch limits and capacities for the next start: auto (in the state directory), none or a path."""
     usage: UsageConfig = UsageConfig()
     """Tokens and requests of each tenant per day, which `/v1/usage` shows to the tenant."""
     plugins: tuple[Module, ...] = Field(default=(), examples=[["our_policies"]])
     """Python modules that are imported at the start, and register policies."""
     reload: Annotated[str, one_of(RELOADS)] = "watch"
-    """The configuration file is read when it changes and on SIGHUP (watch), or only on SIGHUP (signal)."""
+    """watch: the configuration file is read again when it changes, on SIGHUP and by /admin/reload. signal: not when it
+    changes."""
     backends: tuple[Annotated[BackendConfig, BeforeValidator(backend_from_text)], ...] = ()
     """vLLM servers: URLs, or entries with further keys."""
     discovery: DiscoveryConfig = DiscoveryConfig()
     """Where further backends are looked up while the proxy runs."""
     cluster: ClusterConfig = ClusterConfig()
-    """Several proxies that share one queue and all limits, because one of them schedules the requests of all."""
+    """Several proxies that share one queue and the limits of tenants and models: one schedules the requests of all."""
     bands: dict[str, Integer] = Field(default_factory=dict, examples=[{"urgent": 50}])
-    """Further bands, beside critical 100, default 0 and sheddable -100. Larger integers go first."""
+    """Further bands, beside critical 100, default 0, sheddable -100 and idle -200. Larger integers go first."""
     models: tuple[ModelConfig, ...] = ()
     """Settings of model names that clients request. A name without settings needs no entry."""
     objectives: tuple[ObjectiveConfig, ...] = ()
@@ -310,7 +312,7 @@ class Config(Section):
 
     @property
     def old_names(self) -> tuple[str, ...]:
-        """Warnings for keys that the file gives under an old name."""
+        """Warnings for keys that the file, a flag or a variable sets under an old name."""
         return self._old_names
 
     def with_old_names(self, warnings: Sequence[str]) -> Config:
@@ -320,7 +322,9 @@ class Config(Section):
 
     @property
     def origins(self) -> Mapping[Place, str]:
-        """The origin of each given value, keyed by its place: a file with a line, a flag or a variable."""
+        """The origin of each given value, keyed by its place: a file with a line, a flag, a variable or a Kubernetes
+        object.
+        """
         return self._origins
 
     def with_origins(self, origins: Mapping[Place, str]) -> Config:
@@ -338,7 +342,7 @@ class Config(Section):
         return names | {CRITICAL: "critical", DEFAULT: "default", SHEDDABLE: "sheddable", IDLE: "idle"}
 
     def ceilings(self) -> dict[int, float]:
-        """Maps each band to its ceiling. Bands without a configured ceiling get the default."""
+        """Maps bands to ceilings: the configured ones, and those of CEILINGS that are not configured."""
         return {**CEILINGS, **self.by_band(self.scheduling.ceilings)}
 
     def by_band(self, section: Mapping[str, float]) -> dict[int, float]:

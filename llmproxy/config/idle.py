@@ -1,4 +1,4 @@
-"""Finds settings that are valid but have no effect because of other settings. `llmproxy check` warns of them.
+"""Finds settings that are valid but implausible, or without effect because of other settings, for warnings.
 
 The rules for a key are metadata of its field.
 """
@@ -26,7 +26,7 @@ NO_OBJECTIVE = "no model, tenant or objective has ttft_s or tpot_s; only trusted
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Metadata of a field: decides whether a value other than the default has an effect."""
+    """Metadata of a field: decides whether a value other than the default works as it seems to."""
 
     # Gets the whole configuration and the section of the field. Returns why the value does not work as it seems to;
     # None if it does.
@@ -34,7 +34,7 @@ class Rule:
 
 
 def find_idle(config: Config) -> list[Problem]:
-    """Returns the place of each setting without effect, with the reason."""
+    """Returns the place of each setting that does not work as it seems to, with the reason."""
     return list(_in_section(config, config, ()))
 
 

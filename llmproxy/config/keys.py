@@ -17,7 +17,7 @@ FILE_ONLY = frozenset(
         *("scheduling.ceilings", "scheduling.min_shares", "scheduling.weights"),
     }
 )
-"""Keys that one flag or variable cannot hold: mappings, and lists of sections."""
+"""Keys outside lists that only a file can set: mappings, lists of sections except `backends`, and `plugins`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,7 +95,7 @@ def unused_settings(config: Config) -> list[str]:
 
 
 def _set_value(values: dict[Any, Any], place: Place, value: str | list[str] | None) -> bool:
-    """Sets the value at `place`. Returns False if its section does not exist, which validation reports."""
+    """Sets the value at `place`. Returns False if a parent of `place` is no section, which validation reports."""
     for part in place[:-1]:
         if values.get(part) is None:
             values[part] = {}
@@ -125,7 +125,7 @@ def _reasons(error: ValidationError, top: type[Section]) -> Iterator[tuple[Place
         elif detail["type"] == "extra_forbidden":
             meant = _nearest_key(detail["loc"], top)
             yield detail["loc"], "is not a known key" + (f' (nearest known key: "{meant}")' if meant else "")
-        # A default cannot be derived only after another problem, which is reported.
+        # This error only follows another problem, which is reported.
         elif detail["type"] != "default_factory_not_called":
             yield detail["loc"], _reason_of(detail)
 

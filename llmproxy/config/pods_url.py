@@ -31,7 +31,7 @@ class PodsUrl:
     kind: str
     # Name of the Service or InferencePool; for `PODS`, a label selector.
     name: str
-    # Number or name of the port; empty for the only port.
+    # Number or name of the port; empty if the URL names none.
     port: str
 
     @classmethod

@@ -27,7 +27,8 @@ HEAD = """\
 # Every key of llmproxy with its default, or with a sample where there is none. Each key outside lists is a flag and a
 # variable too: queue.max_wait_s is --queue-max-wait-s and LLMPROXY_QUEUE_MAX_WAIT_S. Only a file can hold mappings,
 # plugins, bands and the keys of list entries. A key without a value is null. That is an error, unless the key can be
-# null, or is a section, a list or a mapping, which then has its default. `llmproxy check FILE` checks a file.
+# null, or is a section, a mapping or a list (except api_keys and tenants), which then has its default.
+# `llmproxy check FILE` checks a file.
 # Tenants are commented out, because with one tenant or more every request needs a key.
 
 """

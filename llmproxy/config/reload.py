@@ -15,7 +15,7 @@ from llmproxy.config.entries import Entries, EntryProblem, with_entries
 
 LOOK_S = 0.25  # Time between two checks of the file. A change is applied when two checks in a row see the same.
 
-CLUSTER = "cluster"  # The cause, in log lines, of changes by objects of a cluster.
+CLUSTER = "cluster"  # The cause, in log lines, of changes by Kubernetes objects.
 
 T = TypeVar("T")
 _log = structlog.get_logger()
@@ -23,7 +23,7 @@ _log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Reloaded:
-    """The changes of a new configuration, and the changes that have no effect before a restart."""
+    """The applied changes of a new configuration, and the changes that have no effect before a restart."""
 
     changes: tuple[Change, ...]
     needs_restart: tuple[Change, ...]
@@ -84,7 +84,7 @@ class Combined:
 class Reloader:
     """Reloads the configuration, and logs the changes or the problems. Never runs two reloads at a time.
 
-    `apply` raises ConfigError if it changes nothing. `on_end` gets whether a new configuration was applied.
+    If `apply` raises ConfigError, it has changed nothing. `on_end` gets whether a new configuration was applied.
     """
 
     def __init__(
@@ -137,8 +137,9 @@ class Reloader:
             return Reloaded(changes, needs_restart)
 
     def _compared(self) -> tuple[Config, list[Change]]:
-        """Reads the configuration, and returns it as a reload may apply it, with its changes. Runs on another thread,
-        because this takes long with thousands of tenants.
+        """Reads the configuration. Returns it with the old values of keys that need a restart, and all its changes.
+
+        Runs on another thread, because this takes long with thousands of tenants.
         """
         new = self._read()
         config = with_reloadable(self._config, new).with_origins(origins_in_force(self._config, new))
@@ -152,7 +153,7 @@ class Reloader:
                 await self.try_reload("file")
 
     def reload_on_signal(self) -> None:
-        """Starts a reload for SIGHUP, after the running one has ended."""
+        """Starts a reload for SIGHUP, which waits for the end of a running reload."""
         self._spawn(self.try_reload("signal"))
 
     async def try_reload(self, cause: str) -> None:

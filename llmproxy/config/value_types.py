@@ -129,7 +129,10 @@ _BASE_PATH = re.compile(r"(/[\w.~-]+)*", re.ASCII)
 
 
 def base_url(value: str) -> str:
-    """Returns a URL without user, query, trailing slash and final `/v1`, which the paths of requests contain."""
+    """Returns a URL without a trailing slash and without a final `/v1`, which the paths of requests contain.
+
+    Raises ValueError for a URL with a user or a query, and for an invalid URL.
+    """
     example = "; write it like http://gpu-0:8000"
     if "@" in value:
         raise ValueError(f"should hold no user name or password; an engine's key goes into api_key{example}")
@@ -291,7 +294,7 @@ def hash_of(key: str) -> str:
 
 
 def api_key_name(key: str) -> str:
-    """Returns the name of a key of `api_keys` in logs, metrics and the use by day. It does not tell the key.
+    """Returns the name of a key of `api_keys` in logs, metrics and the use by day. The name does not reveal the key.
 
     The name does not depend on the place of the key in the list, because a reload may move a key while its requests
     run.

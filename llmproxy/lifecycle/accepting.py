@@ -17,7 +17,7 @@ from llmproxy.lifecycle.descriptors import errno_reason
 
 BACKLOG = 4096  # The number of connections that the kernel may queue for each socket.
 ACCEPTS_MAX = 64
-"""The maximum number of connections accepted in one iteration of the event loop: each takes about 0.2 ms."""
+"""The maximum number of connections accepted from one socket in an iteration of the event loop. Each takes 0.2 ms."""
 RETRY_S = 0.1  # For how long accepting pauses after this process or machine ran out of a resource, such as descriptors.
 LOG_S = 60.0  # The minimum seconds between two log lines about a pause.
 

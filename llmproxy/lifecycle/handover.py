@@ -29,7 +29,7 @@ _log = structlog.get_logger()
 
 
 class SuccessorFailedError(Exception):
-    """A successor ended before it served. The message says why."""
+    """A successor could not be started, or did not serve. The message says why."""
 
 
 class ProcessSignals:
@@ -141,7 +141,7 @@ async def successor(sockets: Sockets, drained: Collection[str] = ()) -> subproce
 def _start_again(variables: Mapping[str, str], fds: Sequence[int]) -> subprocess.Popen[bytes]:
     """Starts the command of this process again.
 
-    The path of the interpreter stays, and may lead to a newer virtual environment.
+    The path of the interpreter is the same, but may lead to a newer virtual environment now.
     """
     return subprocess.Popen([sys.executable, *sys.orig_argv[1:]], env={**os.environ, **variables}, pass_fds=fds)
 
@@ -172,7 +172,7 @@ def notify(state: str, environment: Mapping[str, str] = os.environ) -> None:
 async def ended_before(event: asyncio.Event, awaited: Awaitable[object], limit_s: float | None = None) -> bool:
     """Awaits `awaited` until `event` is set or `limit_s` has passed (None: no limit), and then cancels it.
 
-    Returns whether it finished first. Raises its exception.
+    Returns whether `awaited` finished first, and raises its exception.
     """
     first, other = asyncio.ensure_future(awaited), asyncio.ensure_future(event.wait())
     try:

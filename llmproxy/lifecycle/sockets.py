@@ -77,8 +77,8 @@ class Sockets:
     def listening(self, host: str, port: int, acceptors: int = 1) -> tuple[list[socket.socket], bool]:
         """Returns the sockets for an address, and whether the service manager keeps them open too.
 
-        Opens `acceptors` sockets that share the port, so that the kernel spreads connections over them. The service
-        manager may have passed a different number. Raises ListenError.
+        Unless sockets were inherited, opens `acceptors` sockets that share the port, so that the kernel spreads
+        connections over them. The number of inherited sockets may differ. Raises ListenError.
         """
         address = f"{host}:{port}"
         key = SYSTEMD if SYSTEMD in self._inherited else address
@@ -90,7 +90,7 @@ class Sockets:
         return sockets, key == SYSTEMD
 
     def addresses(self, host: str, port: int) -> list[str]:
-        """Returns the distinct addresses of the sockets for `host` and `port`."""
+        """Returns the distinct addresses of systemd's sockets, or else of the sockets for `host` and `port`."""
         sockets = self._open.get(SYSTEMD) or self._open[f"{host}:{port}"]
         return list(dict.fromkeys(address for one in sockets for address in _served(one)))
 

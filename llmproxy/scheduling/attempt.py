@@ -15,7 +15,7 @@ _BEGINNING_CHARS = 160
 
 
 class Split(StrEnum):
-    """How a request was served in a pool with roles. A failure means that one backend served the whole request."""
+    """How a request was served in a pool with roles: SPLIT, WHOLE, or the last reason why a split failed."""
 
     SPLIT = "split"  # Prefill and decode on two backends.
     WHOLE = "whole"  # A single backend, because that was cheaper or the only possibility.
@@ -31,7 +31,7 @@ class Split(StrEnum):
 
 
 class AttemptState(IntEnum):
-    """The progress of an attempt. An attempt only moves on to a larger state (`Attempt.enter`)."""
+    """The progress of an attempt. The state only grows, except as `Attempt.enter` and `Attempt.restart` say."""
 
     CONNECTING = 0
     HEAD = 1  # The backend has sent the head of an answer.
@@ -67,7 +67,7 @@ class Attempt(Struct, kw_only=True, omit_defaults=True):
 
     state: AttemptState = AttemptState.CONNECTING
     committed: bool = False  # Whether the attempt has been in STREAMING: the answer to the client has begun.
-    first_byte_s: float | None = None  # When the first body byte of a stream was passed to the client.
+    first_byte_s: float | None = None  # When the first token of a stream was passed to the client.
     chunks: int = 0
     max_gap_s: float | None = None  # The longest wait between two chunks of a stream, in seconds.
     ended_s: float | None = None  # When the attempt ended or was preempted.
@@ -117,7 +117,7 @@ class Attempt(Struct, kw_only=True, omit_defaults=True):
         )
 
     def enter(self, state: AttemptState) -> None:
-        """Changes the state. Raises ValueError for a step back, and for any step after DONE.
+        """Changes the state. Raises ValueError for the same or a smaller state, and for any step after DONE.
 
         A failed attempt may enter DELIVERING, because the client gets the error event that ended its stream, and may
         fail again meanwhile.

@@ -1,5 +1,5 @@
-"""The attempt loop: wait for a backend, try it, and retry on another backend until the client has received a byte.
-After that, another backend may generate the rest of a stream that broke.
+"""The attempt loop: waits for a backend, tries it, and retries, normally on another backend, until the client has
+received a byte. After that, another backend may generate the rest of a stream that broke.
 
 The loop is independent of the transport: the gateway and the laboratory pass a function that carries out an attempt.
 """
@@ -31,14 +31,14 @@ class Routing(Struct, kw_only=True, omit_defaults=True):
     attempts: int = 0  # Attempts with a lease. Both stages of a split request are one attempt.
     preemptions: int = 0  # Attempts that ended in favour of a request of a higher band.
     failed_stages: int = 0  # Attempts of a split request in which a stage failed.
-    computed: int = 0  # Engines that may have computed the request and gave no answer.
+    computed: int = 0  # Attempts in which the engine may have computed the request, and then failed.
     # Seconds in the waiting room in all waits that ended with a lease; None before the first lease.
     queue_wait_s: float | None = None
     # Time at which the last wait began. None if that wait ended with a lease, or before the first wait.
     queued_s: float | None = None
     # How the stream was continued on another backend after it broke. Set by the caller with the first byte of the rest.
     continued: str | None = None
-    not_continued: str | None = None  # Why a stream that broke was not continued, in words. Set by the caller too.
+    not_continued: str | None = None  # Why a stream that broke was not continued, in words. The caller may set it.
 
 
 async def run_attempts(
@@ -57,8 +57,8 @@ async def run_attempts(
 
     `serve` carries out an attempt on a lease. It sets the result, and the verdict and usage of the lease.
 
-    `rest` is called after a stream broke, without a lease. It returns the request for the rest of the answer, with the
-    same id and `continued`; or None to give up, with the reason in `routing.not_continued`.
+    `rest` is called after a stream broke and its lease was given back. It returns the request for the rest of the
+    answer, with the same id and with `continued` set; or None to give up, with the reason in `routing.not_continued`.
     """
     clock = asyncio.get_running_loop().time
     entry, left_s = AdmissionKind.NEW, 0.0
@@ -91,7 +91,7 @@ async def run_attempts(
             result = Attempt.begun(lease.grant, now)
             routing.tried.append(result)
             failures = routing.attempts - routing.preemptions - routing.failed_stages - misdirected - planned
-            # The answer of `_why_not_continued` after a hang, without a call for each attempt.
+            # The conditions of `_why_not_continued` after a hang, without a call for each attempt.
             suspected = routing.computed + 1 >= COMPUTED_MAX
             lease.movable = request.backend is None and failures <= extra_attempts and not suspected
             await serve(lease, result)

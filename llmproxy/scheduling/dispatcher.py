@@ -70,7 +70,7 @@ class Dispatcher:
     granting: bool = True
     granted: Counter[int] = field(default_factory=Counter)  # Band -> number of grants since the start.
     inversions: int = 0  # Number of grants since the start that a waiting request of a higher band could have used.
-    # Request id -> the waiting request, and its lease in the future.
+    # Request id -> the waiting request, and the future of its lease.
     _waiting: dict[str, tuple[Request, asyncio.Future[Lease]]] = field(default_factory=dict)
     _leases: dict[int, Lease] = field(default_factory=dict)
     _scheduled: bool = False  # Whether a pass is due in the next iteration of the event loop.
@@ -177,7 +177,7 @@ class Dispatcher:
         self.pools.apply(event, now)
         if self._emptied:
             self._note_emptied()
-        # After its first token, a backend may take another prompt, or may have passed its probe.
+        # After a first token, the backend may take another prompt, or may have passed its probe.
         if kind is Returned or (kind is Started and self._waiting):
             self._decide_soon()
 
@@ -196,11 +196,12 @@ class Dispatcher:
     ) -> Target:
         """Returns the target of a model name. Waits up to `no_backend_wait_s` until a backend serves the name.
 
-        Until the first reading of any backend, the wait is at most the setting `startup_wait_s`. Waiting requests are
-        in no pool's waiting room, but the limits of a waiting room apply to all of them together. Safe to cancel.
+        Before the first model list of any backend, the wait is at most `startup_wait_s`, except for names in
+        `scaling.pools`. Waiting requests are in no pool's waiting room, but `requests_max` and `bytes_max` of a waiting
+        room apply to all of them together. Safe to cancel.
 
-        `key` and `beside` choose among the targets of a shared alias; see the catalogue. Raises Refused if no backend
-        serves the name, none came up in time, or the limits are reached.
+        `key` and `beside` choose among the targets of an alias; see the catalogue. Raises Refused if no backend serves
+        the name, none came up in time, the limits are reached, or the proxy drains.
         """
         limits = self.pools.settings.queue
         catalogue = self.pools.catalogue
@@ -265,7 +266,7 @@ class Dispatcher:
     def troubled(self, backend: str, trouble: Trouble, detail: str) -> None:
         del detail
         gone, held = self.pools.troubled(backend, trouble), self.pools.backends[backend]
-        # A backend that does not answer polls may still send bytes. A drained one is not waited for.
+        # A backend that is down may still send bytes, so its direct requests go on, unless it is drained.
         if gone or (held.drained and held.health.down):
             for cut in tuple(self._direct.get(backend, ())):
                 cut()
@@ -413,7 +414,7 @@ class Dispatcher:
         if self.draining or catalogue.aliases is not self._aliases:
             resolved = list(self._unresolved)
         else:
-            # While discovery may still add names, only served names are resolved.
+            # While names may still be added, only served and external names are resolved.
             asked = self._unresolved.keys()
             known = catalogue.served.keys() | catalogue.external | {None}
             among = asked if catalogue.complete else asked & known

@@ -1,4 +1,4 @@
-"""Leases: the right to use a backend for an attempt, and the interfaces of the objects that grant them."""
+"""Leases: the right to use a backend for an attempt, and the interface of the objects that grant them."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ class Lease(Struct, eq=False):
     apply: Callable[[LeaseEvent, float], None]
     verdict: Verdict = Verdict.CLIENT_GONE  # Result of the attempt. The holder sets it before `give_back`.
     usage: Usage | None = None  # Tokens of the attempt, None if unknown. The holder sets it before `give_back`.
-    on_cut: Callable[[], None] | None = None  # Called after a flag below was set. All but `leaving` end the attempt.
+    on_cut: Callable[[], None] | None = None  # Called after `cut` has set some of the next four flags.
     revoked: bool = False  # Whether the backend is gone, so no answer will come.
-    # The backend hangs, or it is `leaving` and its time is over. The holder may ignore this if its answer has begun and
-    # can only go on there.
+    # Whether the backend hangs, or is `leaving` after the deadline of its drain. The holder may ignore the flag if no
+    # other backend can go on with the attempt.
     hung: bool = False
     # Whether a request of a higher band needs the slot. A holder whose answer has begun may ignore the flag.
     preempted: bool = False
     leaving: bool = False  # Whether the backend was drained, so its end is planned. The attempt goes on.
-    movable: bool = False  # Whether a further attempt may follow this one if the backend hangs. Set by the caller.
+    movable: bool = False  # Whether a further attempt may follow if the backend hangs. `run_attempts` sets it.
 
     @property
     def backend(self) -> str:

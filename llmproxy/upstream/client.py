@@ -54,7 +54,7 @@ class HttpUpstream:
         self._connections_max = connections_max
         self._connections: set[BackendConnection] = set()
         self._connecting = 0  # How many connections are being opened.
-        self._replaced: set[BackendConnection] = set()  # Closed to make room, and not counted. They have not ended yet.
+        self._replaced: set[BackendConnection] = set()  # Connections closed to make room, not counted, not ended yet.
         # The last connection of a list is the most recently used and is used first, so the others time out when they
         # are not needed. The TLS settings are in the key, so a connection with outdated settings is not reused.
         self._idle: dict[_Destination, list[BackendConnection]] = {}
@@ -145,7 +145,7 @@ class HttpUpstream:
         current = self._endpoints.resolver.current.get(host)
         while idle:
             connection = idle.pop()
-            # A machine that its name has left may still answer.
+            # The name may have moved to other addresses while the old machine still answers.
             left = current is not None and connection.peer not in current
             if not left and connection.usable and now - connection.free_since_s < IDLE_MAX_S:
                 return connection

@@ -134,10 +134,15 @@ class BackendConnection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def abort(self) -> None:
-        """Cuts the connection at once. The `close` of a transport would wait for a peer that hangs, without limit."""
-        self._exchange = None
+        """Cuts the connection at once, and fails its exchange.
+
+        The `close` of a transport would wait for a peer that hangs, without limit.
+        """
+        exchange, self._exchange = self._exchange, None
         if self._transport is not None:
             self._transport.abort()
+        if exchange is not None:
+            exchange.failed(UpstreamBroken, "the proxy closed the connection")
 
     # --- callbacks of the transport -----------------------------------------------------------------------------------
 
@@ -205,8 +210,8 @@ class BackendConnection(asyncio.Protocol):
         if self._complete:
             self._end(exchange, keep=not broken)
         elif broken and self._exchange is exchange:
-            self.abort()
             exchange.failed(InvalidResponse, broken)
+            self.abort()
         elif exchange.buffered or (in_head and exchange.status):
             exchange.wake()
 
@@ -336,7 +341,6 @@ class HttpExchange:
 
         Raises the failure of the exchange, or the exception of the sink, if there is one already.
         """
-        # An exception refers to frames that refer to this exchange, so it is not stored here, to avoid a cycle.
         if self.sink_error is not None:
             error, self.sink_error = self.sink_error, None
             try:
@@ -345,6 +349,7 @@ class HttpExchange:
                 # Its traceback refers to this frame.
                 del error
         if self._broken is not None:
+            # Made only now: a stored exception refers to frames that refer to this exchange, which would be a cycle.
             kind, why = self._broken
             raise kind(why)
         self._woken = asyncio.get_running_loop().create_future()
@@ -373,7 +378,7 @@ class HttpExchange:
             self.pause()
 
     def end(self) -> None:
-        """Marks the body as complete. The connection then belongs to the pool again."""
+        """Marks the body as complete. The exchange then no longer uses the connection."""
         self.ended = True
         self._connection = None
         self.wake()

@@ -1,4 +1,4 @@
-"""JSON requests that the proxy itself posts to a backend, such as changes of adapters. `backends/poller.py` polls."""
+"""JSON requests that the proxy itself posts to a backend, such as changes of adapters."""
 
 from __future__ import annotations
 

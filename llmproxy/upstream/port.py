@@ -1,8 +1,8 @@
 """The upstream port: the interface to send a request to a backend and read the response as it arrives.
 
-The relay uses `Upstream` and `Exchange`; the module `client` implements them. The port enforces only the connect
-timeout. Callers enforce all other time limits: they cancel, or call `Exchange.close`. Both cut the connection at once,
-because nothing else stops an engine from generating.
+The relay uses `Upstream` and `Exchange`; the modules `client` and `connection` implement them. The port enforces only
+the connect timeout. Callers enforce all other time limits: they cancel `open`, or call `Exchange.close`. Both cut the
+connection at once, because nothing else stops an engine from generating.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class ConnectFailed(Exception):  # noqa: N818 - a fact about one attempt, not an
 class LocalFailure(ConnectFailed):
     """The proxy could not open a connection, and the backend is not the cause.
 
-    No file descriptor or local port is free, or the backend's name does not resolve. `lack` is the cause as a phrase
-    for clients, `detail` a text for the log.
+    A resource such as file descriptors or local ports is used up, or the backend's name does not resolve. `lack` is the
+    cause as a phrase for clients, `detail` a text for the log.
     """
 
     def __init__(self, lack: str, detail: str) -> None:
@@ -66,8 +66,8 @@ class Exchange(Protocol):
     async def flow(self, sink: Callable[[bytes], None]) -> None:
         """Passes each further piece of the body to `sink`, in the callback in which it arrives, until the end.
 
-        Returns at the end of the body, or after `halt`. Raises UpstreamBroken if the body is cut short. An exception of
-        `sink` cuts the connection and is raised here.
+        Returns at the end of the body, or after `halt`. Raises UpstreamBroken if the body is cut short, and any
+        exception of `sink`.
         """
 
     def halt(self) -> None:
@@ -119,5 +119,5 @@ class Upstream(Protocol):
 
         `path_qs` and `headers` are sent as given. `host` is added if absent, and `content-length` is set from `body`.
         The headers must not contain hop-by-hop headers or `expect`. Raises ConnectFailed (LocalFailure if the backend
-        is not the cause) or UpstreamBroken.
+        is not the cause), UpstreamBroken, or ValueError for an invalid path or header.
         """

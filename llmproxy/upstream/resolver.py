@@ -28,7 +28,7 @@ REFRESH_S = 10.0
 RETRY_S = 1.0  # The seconds between look-ups of a name without a known address.
 ANSWER_MAX_S = 5.0  # After this time without an answer, a name counts as unresolved. Its look-up continues.
 LOOK_UPS_MAX = 64
-"""The maximum number of concurrent look-ups of names whose last look-up failed, and also of all other names.
+"""The maximum number of concurrent look-ups, separate for names whose last look-up failed and for all other names.
 
 So failing names never delay the others. A look-up that takes longer than ANSWER_MAX_S no longer counts.
 """
@@ -86,8 +86,8 @@ class Resolver:
     async def connectable(self, host: str, port: int) -> list[AddrInfoType]:
         """Returns the addresses for a connection to a host. Raises NameFailed.
 
-        A followed name waits only for its first answer, any other name for a look-up. An IP address and localhost need
-        no look-up.
+        For a followed name, waits only until its first look-up has ended; for any other name, looks it up. An IP
+        address and localhost need no look-up.
         """
         return [
             (family, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (place[0], port, *place[2:]))
@@ -131,7 +131,7 @@ class Resolver:
                 self._resolved(name, await self.look_up(name.host))
             except OSError as error:
                 self._unresolved(name, _reason(error))
-            # Jitter, so that many names and proxies are not looked up at once.
+            # Jitter spreads the look-ups of many names and proxies over time.
             await asyncio.sleep((REFRESH_S if name.addresses else RETRY_S) * random.uniform(0.8, 1.0))
 
     def _resolved(self, name: _Name, found: Sequence[Address]) -> None:

@@ -158,6 +158,18 @@ async def test_close_cuts_the_connection_and_wakes_its_reader(stream: HttpExchan
     await gone(server)
 
 
+async def test_closing_the_client_wakes_the_reader_of_an_open_exchange(server: RawServer) -> None:
+    server.script = streaming
+    async with HttpUpstream() as upstream:
+        stream = await post(upstream, server.url)
+        assert await stream.chunk() == b"hello"
+        waiting = asyncio.create_task(stream.chunk())
+        await asyncio.sleep(0)
+    async with asyncio.timeout(WAIT_MAX_S):
+        with pytest.raises(UpstreamBroken):
+            await waiting
+
+
 async def test_cancelling_a_slow_head_cuts_the_connection(upstream: HttpUpstream, server: RawServer) -> None:
     task = asyncio.create_task(post(upstream, server.url))
     async with asyncio.timeout(WAIT_MAX_S):

@@ -1,4 +1,4 @@
-"""A client of the Kubernetes API server of this cluster, with the service account of this process, or of another."""
+"""A client of a Kubernetes API server."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import aiohttp
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where a pod finds the token, the CA and the namespace of its service account."""
-ANSWER_S = 30.0  # How long a connection, or a request without a watch, may take.
+ANSWER_S = 30.0  # How long connecting, a pause within a list, or a whole request of `send` may take.
 SILENCE_S = 330.0  # A watch without data for this time counts as broken: bookmarks come about once a minute.
 BUFFER_BYTES = 4 << 20
-"""The size of the read buffer, which must have room for a line of a watch. A slice of 1,000 endpoints has 286 kB."""
+"""The size of the read buffer. A slice of 1,000 endpoints has 286 kB."""
 
 
 class ApiError(Exception):

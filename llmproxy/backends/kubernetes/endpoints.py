@@ -49,7 +49,7 @@ class Builder:
 
     template: BackendConfig
     scheme: str
-    port: str  # A number, a name, or "" for the only port.
+    port: str  # A number, a name, or "" if the URL names no port.
     suffix: str = ""  # Appended to pod names, which are unique in their namespace only.
 
     def backend(self, name: str, host: str, port: int, uid: str, *, ready: bool, role: str | None = None) -> Instance:
@@ -185,7 +185,7 @@ def _backend(builder: Builder, pod: Pod, port: int, name: str | None = None) -> 
 
 
 def _serves(pod: Pod) -> bool:
-    """Returns whether the pod has an IP, is not terminating and is not an encode-only worker."""
+    """Returns whether the pod has an IP, has not ended, is not terminating and is not an encode-only worker."""
     ends = pod.metadata.deletion_timestamp is not None or pod.status.phase in ENDED
     return bool(pod.status.pod_ip) and not ends and (pod.metadata.labels or {}).get(ROLE_LABEL) != ENCODERS
 

@@ -1,4 +1,4 @@
-"""A collection of Kubernetes objects, listed once and then watched for months.
+"""A collection of Kubernetes objects, listed and then watched.
 
 Kubernetes' page "API concepts" describes the protocol. The watch begins at the version of the list, and each event and
 bookmark has a later version. When a watch ends, the next watch begins at the last version. If the server no longer has
@@ -70,7 +70,7 @@ class Watched(Generic[T]):
 
     Attributes:
         objects: Maps (namespace, name) to an object; None before the first list.
-        trouble: Why the API server does not answer, else None.
+        trouble: Why the last list or watch failed; None after a success. A watch that breaks later is no failure.
         status: The HTTP status of `trouble`; 0 without an answer.
         refused: Maps (namespace, name) of an invalid object to the reason.
     """
@@ -138,7 +138,7 @@ class Watched(Generic[T]):
     async def _follow(self) -> None:
         """Applies the events of one watch until it ends.
 
-        Raises ApiError: status 410 if the server no longer has the version.
+        Raises ApiError, with status 410 if the server no longer has the version, and MsgspecError for a bad event.
         """
         watch = {"watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": str(WATCH_S)}
         version = {"resourceVersion": self._version or ""}
@@ -172,9 +172,9 @@ class Watched(Generic[T]):
         return True
 
     def _take(self, raw: msgspec.Raw, before: Mapping[tuple[str, str], T], *, deleted: bool = False) -> str:
-        """Adds, replaces or removes one object. Returns its version; "" if the object has none.
+        """Adds, replaces or removes one object. Returns its resource version; "" if the object has none.
 
-        If the object is invalid, its version in `before` stays.
+        If the object is invalid, the object of this name in `before` stays.
         """
         assert self.objects is not None
         found: T | _Unread

@@ -56,7 +56,7 @@ class ExternalConfig(Section):
     price_per_million_input: Annotated[Number, Field(ge=0)] | None = Field(default=None, examples=[0.15])
     """Price of a million prompt tokens. Required with `models`."""
     price_per_million_cached: Annotated[Number, Field(ge=0)] | None = Field(default=None, examples=[0.075])
-    """Price of a million prompt tokens that the endpoint had cached, by its usage. null: price_per_million_input."""
+    """Price of a million prompt tokens that the endpoint reports as cached. null: price_per_million_input."""
     price_per_million_output: Annotated[Number, Field(ge=0)] | None = Field(default=None, examples=[0.6])
     """Price of a million answer tokens. Required with `models`."""
     only_above_wait_s: Annotated[Number, Field(ge=0)] | None = 10.0
@@ -187,22 +187,24 @@ class DiscoveryConfig(Section):
     kubernetes_api: Annotated[Annotated[str, AfterValidator(base_url)] | None, idle.unless_url(KUBERNETES)] = Field(
         default=None, examples=["http://127.0.0.1:8001"]
     )
-    """URL of the API server, such as `kubectl proxy`, without the token of the pod's service account. null: the proxy's
-    own cluster."""
+    """URL of the API server, such as of `kubectl proxy`; it does not get the token of the pod's service account. null:
+    the proxy's own cluster."""
 
 
 class HealthConfig(Section):
     failures_before_ejection: Count = 3
     """Failed requests in a row that eject a backend."""
     ejection_s: Seconds = 1.0
-    """Time of the first ejection, in which the backend gets no requests. Each further ejection takes twice as long."""
+    """Time of the first ejection, in which the backend gets no requests. It doubles with each further ejection, until
+    the backend has recovered."""
     ejection_max_s: Seconds = Field(default=30.0, validate_default=True)
     """Upper bound of the time of an ejection."""
     misses_before_down: Count = 2
     """Unanswered polls in a row until a backend is down."""
     ejected_ratio_max: Annotated[Number, Field(ge=0, le=1)] = 0.5
     """Largest share of a pool (0 to 1) that may be ejected at once. A single backend always may, but never the last
-    backend of a model."""
+    backend of a model. A backend that accepts no connection, shuts down or has a dead engine is ejected all the
+    same."""
     slow_start_s: Annotated[Number, Field(ge=0)] = 5.0
     """Time until a backend that comes back has its full share, if others have free slots. 0: at once."""
     hung_s: Seconds | None = 1.5
@@ -227,7 +229,7 @@ class PollConfig(Section):
     models_interval_s: Seconds = 2.0
     """Time between requests for /v1/models."""
     timeout_s: Seconds = 2.0
-    """Time after which an unanswered poll counts as failed."""
+    """Time limit of each request of a poll."""
     stale_after_s: Seconds = 5.0
     """Age from which the last scrape of a backend is ignored."""
 

@@ -32,11 +32,12 @@ class ClientsConfig(Section):
     connections_max: Count = 65_536
     """Most client connections; further ones are closed with 503. The limit of open files can lower this number."""
     address_connections_max: Count | None = None
-    """Most connections from one address; further ones are closed with 429. null: no limit."""
+    """Most connections from one address to each worker; further ones are closed with 429. Trusted proxies have no such
+    limit. null: no limit."""
     address_requests_per_s: Annotated[Number, Field(gt=0)] | None = None
-    """Most requests per second from one address; further ones get 429. null: no limit."""
+    """Most requests per second from one address to each worker; further ones get 429. null: no limit."""
     idle_timeout_s: Seconds = 75.0
-    """A connection is closed after this time without a request, or in which the client reads nothing of a response."""
+    """A connection is closed if for this time no request comes, or the client reads nothing of a response."""
     head_timeout_s: Seconds = 30.0
     """Longest time for the head of a request, or for a TLS handshake. Then the connection is closed."""
     head_bytes_max: Count = 128 << 10
@@ -69,7 +70,7 @@ class AdminConfig(Section):
     host: Annotated[str, Field(min_length=1), idle.unless_given("admin.port")] = "127.0.0.1"
     """Address on which the admin port listens."""
     port: Annotated[Integer, Field(ge=0, le=65535)] | None = None
-    """Port for /metrics, /debug, /admin and adapters, instead of the client port. null: the client port."""
+    """Port for /metrics, /debug, /admin, /scale, /ui and adapters. null: the client port."""
     public_metrics: Annotated[
         bool,
         idle.unless(lambda config: config.admin.port is None, "everybody who reaches admin.port sees /metrics there"),
@@ -105,7 +106,8 @@ class ClusterConfig(Section):
     advertise: Annotated[Annotated[str, AfterValidator(host_and_port)] | None, _IN_CLUSTER] = Field(
         default=None, examples=["10.0.0.7:8090"]
     )
-    """HOST:PORT at which other members reach this one. null: `listen`, with the address of this host's name."""
+    """HOST:PORT at which other members reach this one. null: `listen`, with the address of this host's name in place
+    of 0.0.0.0 or ::."""
     lock: Annotated[str, AfterValidator(lock_of), _IN_CLUSTER] = Field(
         default="kubernetes", examples=["valkey://valkey:6379"], repr=False
     )
@@ -123,7 +125,7 @@ class ClusterConfig(Section):
 
     @model_validator(mode="after")
     def _is_guarded(self) -> ClusterConfig:
-        """Raises ValueError if the cluster port would trust any client and `plaintext` does not allow that."""
+        """Raises ValueError if certificates are missing, or the port trusts any client without `plaintext`."""
         tls, listen = self.tls, self.listen
         if listen is None:
             return self

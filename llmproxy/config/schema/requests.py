@@ -89,7 +89,7 @@ class ModelConfig(Section):
 
 class ObjectiveConfig(Section):
     name: Name = Field(examples=["interactive"])
-    """Value of the header x-llm-d-inference-objective, from trusted clients only."""
+    """Value of the header x-llm-d-inference-objective. From clients without trust, it can only lower the band."""
     criticality: Criticality | None = None
     """Band: a name or an integer. null: as without the header."""
     ttft_s: Ttft = None
@@ -113,7 +113,7 @@ class TenantConfig(Section):
     keys: tuple[Annotated[KeyConfig, from_text("hash")], ...]
     """Hashes of API keys. With two, a tenant can replace one without an interruption."""
     criticality: Criticality | None = None
-    """Band, unless a trusted header names another. null: the model's."""
+    """Band, unless a trusted header names another, or any header a lower one. null: the model's."""
     band_max: Criticality | None = None
     """Highest band of the tenant's requests, whatever a header asks for. null: only headers of a trusted tenant can
     raise the band."""
@@ -170,28 +170,30 @@ class SchedulingConfig(Section):
     """Property that the requests of one flow have in common: model (the requested name), tenant, tenant+model, or
     header:NAME (a header of trusted clients)."""
     session: Annotated[Sessions, idle.SESSION] = Field(default=SESSIONS, examples=[["header:x-user-id", "cookie:SID"]])
-    """Fields that name the session of a request: header:NAME, cookie:NAME or body:NAME. The first field in a
-    request counts."""
+    """Fields that name the session of a request: header:NAME, cookie:NAME or body:NAME. The first of them that a
+    request has counts."""
     fairness_cost: Annotated[str, named_in(charges.names, kv_seconds="tokens"), idle.FAIRNESS_COST] = "tokens"
     """Cost that fair_share divides fairly among flows: tokens, or requests (each request costs 1)."""
     ceilings: dict[str, Fraction] = Field(default={"critical": 1.0, "default": 0.95, "sheddable": 0.85})
-    """Part of a backend's batch limit (above 0, at most 1) that a band may fill. A band without an entry has the part
-    of the next lower band; the band idle and lower bands have 0.01."""
+    """Part of a backend's batch limit and KV cache (above 0, at most 1) that a band may fill. Without an entry,
+    critical, default and sheddable keep their default, idle and lower bands have 0.01, and another band has the part of
+    the next lower band (between sheddable and idle: of sheddable)."""
     headroom_s: Annotated[Number, Field(ge=0)] = 60.0
-    """Time after a request of a band in which lower bands leave a slot free for this band. 0: they leave none."""
+    """Time after a request of a band in which lower bands keep to their ceilings, and leave a slot free for this band.
+    0: never."""
     min_shares: dict[str, Annotated[Number, Field(ge=0, le=1)]] = Field(default={}, examples=[{"sheddable": 0.05}])
     """Least share of the work (0 to 1) of a waiting band, against higher bands too."""
     weights: Annotated[dict[str, Weight], idle.WEIGHTS] = Field(default={}, examples=[{"my-model": 2.5}])
     """Weights of flows by name. Other flows have the weight of the tenant, or 1."""
     input_weight: Annotated[Number, Field(ge=0), idle.TOKEN_WEIGHT] = 1.0
-    """Cost of an uncached prompt token for its flow, if tokens are divided."""
+    """Cost of an uncached prompt token for its flow, if fairness_cost is tokens."""
     output_weight: Annotated[Number, Field(gt=0), idle.TOKEN_WEIGHT] = 2.0
-    """Cost of an output token for its flow, if tokens are divided."""
+    """Cost of an output token for its flow, if fairness_cost is tokens."""
     slo_window_s: Annotated[Seconds, idle.unless_policy("fairness", "slo")] = 300.0
     """Time for which fairness `slo` counts whether a request met its objective."""
     preemption: bool = True
-    """Take requests of bands below default back from their backend before their first byte, if a request of a band
-    above default needs the slot. The requests wait again."""
+    """Take requests back from their backend before their first byte, if a request of a band above default needs the
+    slot: of bands below default, and of default while they wait in the engine. The requests wait again."""
     refuse_late: Annotated[bool, idle.unless(idle.has_objectives, idle.NO_OBJECTIVE)] = False
     """Refuse a request (429) if its first token would miss the objective even if the request were served next."""
     look_ahead: Annotated[Integer, Field(ge=0)] | None = None
@@ -272,8 +274,8 @@ class RetryConfig(Section):
     extra_attempts: Annotated[Integer, Field(ge=0, le=100)] = 2
     """Most further attempts for a request after its first attempt failed."""
     budget_ratio: Annotated[Number, Field(ge=0, le=1), _WITH_RETRIES] = 0.2
-    """Most retries, as a share of all requests, beside a reserve of 1,024. With 0, only the reserve is left. Attempts
-    that left no work in an engine do not count."""
+    """Most retries, as a share of all requests, beside a reserve of 1,024. With 0, only the reserve is left. Retries
+    after attempts that left no work in an engine do not count."""
     continue_: Annotated[str, one_of(CONTINUED), _WITH_RETRIES] = Field(default="safe", alias="continue")
     """Streams that another replica continues when their replica fails. off: none. safe: streams without options that
     depend on all tokens of the answer, such as `seed` and penalties. always: also streams with these options."""
