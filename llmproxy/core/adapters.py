@@ -28,7 +28,7 @@ class AdapterChange:
     pool: str
     path: str | None  # Path of the adapter on the backends. None: the change unloads the adapter.
     fields: Mapping[str, Any]  # The request body for the backends, in vLLM's format.
-    in_place: bool = False  # Whether the change replaces a loaded adapter of the same name.
+    in_place: bool = False  # Whether the change may replace a loaded adapter of the same name.
 
     @property
     def kind(self) -> str:
@@ -125,10 +125,10 @@ class Adapters:
     ) -> AdapterPlan:
         """Begins to load an adapter on `replicas` backends of the pool of `model`.
 
-        Backends that have the adapter, or should have it, come first. Then come backends that are up, and then those
-        with the fewest adapters. Every backend that should already have the adapter gets the load request too, even
-        beyond `replicas`, so that all have the same weights. Raises Refused for an unsuitable name, path or number, or
-        if no backend serves the pool.
+        Backends that have the adapter, or should have it, come first, then other backends that are up. Between equals,
+        the backends with the fewest adapters come first. Every backend that should already have the adapter gets the
+        load request too, even beyond `replicas`, so that all have the same weights. Raises Refused for an unsuitable
+        name, path or number, if no backend serves the pool, or beyond ADAPTERS_MAX adapters.
 
         Args:
             model: None: the pool of the adapter, or the only pool.
@@ -177,7 +177,7 @@ class Adapters:
         return self._begin(AdapterPlan(AdapterChange(name, pool, None, fields), tuple(sorted(chosen)), joining=False))
 
     def end(self, plan: AdapterPlan, replies: tuple[Reply, ...], now: float) -> Report:
-        """Ends a change with the replies of its backends. If all backends refused, the change is not remembered."""
+        """Ends a change with the replies of its backends. Forgets the change if some replied and none accepted it."""
         change = plan.change
         del self._changing[change.name]
         answered = [reply for reply in replies if reply.status is not None]
@@ -199,7 +199,7 @@ class Adapters:
         return Report(change, replies, remembered)
 
     def abandon(self, plan: AdapterPlan) -> None:
-        """Ends a change without recording it, because its request was cancelled or failed."""
+        """Ends a change without recording it, because the task that sends it failed or was cancelled."""
         self._changing.pop(plan.change.name, None)
 
     def _begin(self, plan: AdapterPlan) -> AdapterPlan:
@@ -209,7 +209,7 @@ class Adapters:
     # --- pending changes ----------------------------------------------------------------------------------------------
 
     def due(self, backend: str, now: float) -> list[AdapterChange]:
-        """Returns the changes that the last model list of a backend does not show, in the order of their requests."""
+        """Returns the changes to send to a backend: missing in its last model list, and not paused after a failure."""
         pool = self._catalogue.pool_of(backend)
         due: list[AdapterChange] = []
         for name in list(self._records):

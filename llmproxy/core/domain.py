@@ -77,10 +77,10 @@ class RequestFacts(Struct, frozen=True):
 
     model: str | None  # Requested model name; None if the body has no model, or a null or empty one.
     stream: bool = False
-    prompt_bytes: int = 0  # UTF-8 bytes of the text that the engine tokenises, without images and audio.
+    prompt_bytes: int = 0  # UTF-8 bytes of the text that the engine tokenises. An image or sound counts as 4 KB.
     prompt_tokens: int | None = None  # Exact; None unless the prompt consists of token ids.
     max_tokens: int | None = None
-    sequences: int = 1  # Sequences that the engine runs at once: `n` times the number of prompts.
+    sequences: int = 1  # Sequences that the engine runs at once: `n` or `best_of`, times the number of prompts.
     prepared: bool = False  # Whether media, a grammar or a very large body keep the engine busy before prefill.
 
 
@@ -129,7 +129,7 @@ class Request(Struct, frozen=True):
     backend: str | None = None  # The only backend that may serve the request, because it stores a referenced response.
     splittable: bool = False  # Whether prefill and decode may run on two backends.
     stage: Stage = Stage.WHOLE
-    prepared: bool = False  # See `RequestFacts.prepared`.
+    prepared: bool = False  # As `RequestFacts.prepared`; also for a route that computes nothing.
     avoid: str = ""  # Name of a backend that refused the request as busy, so another backend is preferred; "" for none.
     overflows: bool = False  # Whether an external backend may serve the request.
     # Whether the request is the rest of a stream that broke. The prompt then includes the answer so far, for which
@@ -138,15 +138,16 @@ class Request(Struct, frozen=True):
 
 
 class AdmissionKind(StrEnum):
-    """The reason why a request enters the waiting room."""
+    """The reason why a request asks for a backend."""
 
     NEW = "new"
     RETRY = "retry"
     PREEMPTED = "preempted"
     PREFILLED = "prefilled"  # The prefill stage has ended, and the decode stage needs a backend.
-    RESUMED = "resumed"  # Another scheduler admitted the request: of another pool, or of a process that is gone.
+    RESUMED = "resumed"  # Another scheduler has admitted the request: of another pool, or in another process.
     CONTINUED = "continued"  # The stream of the request broke, and another backend generates the rest.
-    OWNER_LOOKUP = "seeking"  # Looks for the backend that stores its response; the excluded backends do not store it.
+    # The excluded backends do not store the response that the request names, or refuse the proxy's key or the model.
+    OWNER_LOOKUP = "seeking"
 
 
 class ModelCard(Struct, frozen=True):
@@ -169,7 +170,7 @@ class KnownLimit(Struct, frozen=True):
     """A batch limit that an earlier process learned. It applies to engines with these models and this context."""
 
     limit: int
-    settled: bool  # Whether the limit was reached; otherwise the engine was never seen full.
+    settled: bool  # Whether `limit` is proven to be the engine's own limit; otherwise the engine may run more.
     models: tuple[str, ...]  # The base models that the engine lists, sorted.
     max_model_len: int | None = None
 
@@ -178,7 +179,7 @@ class KnownCapacity(Struct, frozen=True):
     """The capacity of a replica and the sizes of a pool's requests, as an earlier process learned them."""
 
     sums: tuple[float, ...]  # The sums of `StepCurve`.
-    # Per size class of prompts: class, number of answers, their mean tokens, mean cached share of the prompt.
+    # Per size class of prompts: class, number of answers, mean output tokens, mean cached share of the prompt.
     sizes: tuple[tuple[int, int, float, float], ...]
     squares: tuple[float, ...] = ()  # Mean squares of the tokens of the answers, in the order of `sizes`.
 
@@ -205,7 +206,7 @@ class Reading(Struct, frozen=True):
 
 
 class Trouble(StrEnum):
-    """The reason why a poll of a backend failed. Only some reasons prove that the process is gone."""
+    """The reason why a poll of a backend failed. Only several REFUSED in a row prove that the process is gone."""
 
     REFUSED = "refused"
     TIMEOUT = "no_answer"
@@ -250,11 +251,11 @@ class Price(Struct, frozen=True):
     backend: str
     total_s: float  # The sum of `terms`.
     terms: tuple[tuple[str, float], ...]
-    ttft_s: float  # Seconds from dispatch to the first token.
+    ttft_s: float  # Seconds from the decision to the first token.
     tpot_s: float  # Seconds per token after the first one.
     cached_tokens: float  # Prompt tokens that are expected in the prefix cache of the backend.
-    cold_adapter: bool  # Whether the adapter must be loaded, or another request is already waiting for its load.
-    fits: bool  # Whether the backend has room now.
+    cold_adapter: bool  # Whether the adapter must be loaded, or its requests already wait for an adapter slot.
+    fits: bool  # Whether the backend has a free slot now, and is open to prompts.
 
 
 class Predicted(Struct, frozen=True):
@@ -280,7 +281,7 @@ class Placed(Struct, frozen=True):
     terms: tuple[tuple[str, float], ...]  # Named components of `score`.
     candidates: int
     cached_tokens: int = 0  # Prompt tokens that are expected in the prefix cache of the backend.
-    held_tokens: int = 0  # Prompt tokens that are surely in the KV cache, because requests in flight use them.
+    held_tokens: int = 0  # Prompt tokens in KV blocks that requests in flight use, so they need no new blocks.
     cold_adapter: bool = False
     ttft: Predicted | None = None  # Predicted time to the first token; None if the placement predicts none.
     tpot: Predicted | None = None
@@ -332,16 +333,16 @@ class Learned(Struct, frozen=True):
 
 
 class NoCapacity(Struct, frozen=True):
-    """No backend has a free slot under the ceiling of this band, so lower bands wait too."""
+    """Each backend is full under the ceiling of this band, or closed to prompts. So lower bands wait too."""
 
 
 class NoMatch(Struct, frozen=True):
-    """The backends with a free slot cannot serve this request. The policy may offer its next flow."""
+    """The backends with a free slot cannot serve this request, or are worse than the full backend `later`."""
 
     # Whether no backend with room serves the model, so other requests for the model need not be tried.
     whole_model: bool
     later: str = ""  # A full backend that this request should wait for; other requests may still be placed.
-    prefill_s: float = 0.0  # Seconds of its prompt on the backend `later`.
+    prefill_s: float = 0.0  # Predicted seconds to compute the request's prompt on the backend `later`.
 
 
 class WaitReason(StrEnum):
@@ -370,8 +371,7 @@ class GrantReason(Struct, frozen=True):
     waiting: tuple[tuple[int, int], ...]  # (band, waiting requests) from the highest band, including this request.
     flows: int  # Flows of the band with waiting requests, without rests of streams.
     standing: tuple[tuple[str, float], ...]  # Counters of the fairness policy for the flow.
-    # Number of requests of the band that were next before this one, but fitted on no backend. Requests that wait for a
-    # chosen backend (`NoMatch.later`) do not count.
+    # Number of earlier requests of the band that were tried just before this one, and fitted on no backend.
     passed_over: int
     # Whether the grant was due to the minimum share of the band, although a higher band waited.
     guaranteed: bool = False
@@ -427,7 +427,7 @@ Decision = Grant | Drop | Revoke | Preempt
 
 
 class Refused(Exception):  # noqa: N818 - a refusal is an answer, not an error of this code
-    """A request was not admitted to the waiting room, or had to leave it. `retry_after_s`: a retry may help then."""
+    """A request was refused, or dropped from the waiting room. A retry may help after `retry_after_s`, if given."""
 
     def __init__(self, outcome: Outcome, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)

@@ -23,17 +23,17 @@ class Progress(LeaseEvent, frozen=True, tag=8):
 
 
 class Started(LeaseEvent, frozen=True, tag=6):
-    """The first token of the answer arrived."""
+    """The first token of a stream, or the first bytes of another answer, arrived."""
 
 
 class Committed(LeaseEvent, frozen=True, tag=7):
-    """The first byte of the answer was sent to the client, token or not. From now on, another backend can only
-    generate the rest of the answer.
+    """The first byte of a stream was sent to the client, token or not. From now on, another backend can only generate
+    the rest of the answer.
     """
 
 
 class Returned(LeaseEvent, frozen=True, tag=9):
-    """The attempt ended. `usage` has the engine's counts, or the tokens seen so far if the answer was cut short."""
+    """The attempt ended. `usage`: the engine's counts, or the tokens so far of an answer cut short; None if unknown."""
 
     verdict: Verdict
     usage: Usage | None = None

@@ -31,7 +31,7 @@ class _Charge(Struct, eq=False):
 
     total: float  # The whole charge so far, with `carried`.
     carried: float  # Charged to earlier leases of the request.
-    prompt: float  # The part of `carried` that is final: all for a decode stage, because its prompt is computed.
+    prompt: float  # The final part of `carried`: all of it for a decode stage, because its prompt is computed; else 0.
     credits: Mapping[int, float] = {}  # Band -> change of its credit, as returned by `MinShares.granted`.
 
 
@@ -39,7 +39,7 @@ class ChargeObserver(LeaseObserver):
     """Charges flows for their requests, and credits the minimum shares of bands.
 
     A flow is charged an estimate at the grant, more when the answer grows beyond the estimate, and the actual cost at
-    the end. A failed attempt without output costs nothing, and its retry is charged again.
+    the end. A failed attempt without known tokens costs nothing, and its retry is charged again.
 
     The charge for a prefill stage is carried over to the next lease of the request. So a prompt is charged once even if
     a second backend computes it again, and the charge is refunded if no answer follows.
@@ -134,7 +134,7 @@ class ChargeObserver(LeaseObserver):
 
 
 def decode_follows(lease: LeaseRecord, event: Returned) -> bool:
-    """Returns whether a prefill stage ended with success. A refused prompt ends with SERVED, but never starts."""
+    """Returns whether a prefill stage succeeded. A refused prompt also ends with SERVED, but without a token."""
     return lease.request.stage is PREFILL and event.verdict is Verdict.SERVED and lease.started
 
 
@@ -158,7 +158,7 @@ class ReservationObserver(LeaseObserver):
             self.release(lease.request.id)
 
     def release(self, request_id: str) -> str | None:
-        """Releases the slot of a request. Returns its prefill backend; None without a reservation."""
+        """Releases the slots of a request. Returns its prefill backend; None without a reservation."""
         lease = self.by_request.pop(request_id, None)
         if lease is None or lease.answers_on is None:
             return None
@@ -295,7 +295,7 @@ class BlameObserver(LeaseObserver):
 
 
 class OutlierObserver(LeaseObserver):
-    """Reports the speed of answers to the outlier detection, and to a slow backend that is fast again."""
+    """Reports answers to the outlier detection, and its judgement to backends that were ejected as slow."""
 
     def __init__(self, detection: OutlierDetection) -> None:
         self._detection = detection
@@ -325,7 +325,7 @@ class OutlierObserver(LeaseObserver):
 
 
 class FirstTokenObserver(LeaseObserver):
-    """Learns the time from the grant of a stream to its first token."""
+    """Learns the time from the grant to the first token of a stream, or to the end of a prefill stage."""
 
     def __init__(self, first_token: FirstToken) -> None:
         self._first_token = first_token

@@ -42,10 +42,10 @@ class LeaseObserver:
         """Called when a request was granted a slot, and its lease begins."""
 
     def started(self, lease: LeaseRecord, event: Started, now: float) -> None:
-        """Called when the first token of the answer arrived."""
+        """Called when the first token of a stream, or the first bytes of another answer, arrived."""
 
     def committed(self, lease: LeaseRecord, event: Committed, now: float) -> None:
-        """Called when the first byte was sent to the client, so another backend can only generate the rest."""
+        """Called when the first byte of a stream was sent to the client. Another backend can only generate the rest."""
 
     def progress(self, lease: LeaseRecord, event: Progress, now: float) -> None:
         """Called when more tokens of the answer arrived."""
@@ -57,7 +57,10 @@ class LeaseObserver:
         """Called when the attempt ended, after the lease was closed."""
 
     def excuses(self, lease: LeaseRecord, verdict: Verdict, now: float) -> bool:  # noqa: ARG002
-        """Returns whether the backend is not to blame for the end of a lease. Called before `returned`."""
+        """Returns whether the backend is not to blame for a lease that did not end with SERVED.
+
+        Called before `returned`, until an observer returns True.
+        """
         return False
 
     def process_gone(self, backend: str) -> None:
@@ -87,8 +90,8 @@ class _Observers(NamedTuple):
 class Leases:
     """The open leases of one pool. Passes each event of a lease to its backend and to the observers.
 
-    Observers are called in their order, each only for the events that it overrides. `serial` numbers the leases of all
-    pools in the order of their grants.
+    Observers are called in their order, each only if it overrides the method. `serial` numbers the leases of all pools
+    in the order of their grants.
     """
 
     def __init__(self, serial: Iterator[int], observers: Sequence[LeaseObserver]) -> None:
@@ -122,7 +125,7 @@ class Leases:
         self._notify_process_gone(backend)
 
     def restarted(self, backend: Backend) -> None:
-        """Notes that the process of a backend is gone. Its leases end by themselves."""
+        """Notes that the process of a backend is gone, and revokes no lease."""
         # Lease numbers increase, so all numbers up to the newest belong to the process that is gone.
         if backend.name in self._newest_of_old:
             self._newest_of_old[backend.name] = self._newest
@@ -217,6 +220,6 @@ class Leases:
 
 
 def _overriding(observers: Iterable[LeaseObserver], method: Callable[..., Any]) -> list[Callable[..., Any]]:
-    """Returns a method of `LeaseObserver` for each observer that overrides it."""
+    """Returns the bound `method` of each observer that overrides this method of `LeaseObserver`."""
     name = method.__name__
     return [getattr(one, name) for one in observers if getattr(type(one), name) is not method]

@@ -20,7 +20,7 @@ from llmproxy.core.queueing.waiting_room import WaitingRoom
 from llmproxy.core.settings import External
 
 LOOK_MAX = 64
-"""Waiting requests of a band that are examined for each grant. Bounds the time of a pass."""
+"""Maximum number of waiting requests of a band that are examined for each grant. Bounds the time of a pass."""
 FREE = {
     Verdict.CONNECT_FAILED, Verdict.LOCAL_FAILURE, Verdict.BUSY, Verdict.UNAUTHORIZED, Verdict.NOT_SERVED,
     Verdict.DRAINING, Verdict.PREEMPTED,
@@ -84,7 +84,7 @@ class Overflow:
     ) -> None:
         self.externals = externals
         self._backends, self._room, self._limits, self.leases = backends, room, limits, leases
-        self._due_s = inf  # When the first examined request has waited long enough.
+        self._due_s = inf  # The earliest time at which an examined request has waited long enough.
 
     def grants(self, now: float) -> Iterator[Grant]:
         """Yields grants of external backends for the waiting requests that may go there now, the highest band first."""
@@ -104,7 +104,7 @@ class Overflow:
         return any(self._able(backend, request, excluded, now) for backend in self.externals.values())
 
     def knows(self, model: str) -> bool:
-        """Returns whether an external backend has a model at other times."""
+        """Returns whether an external backend has a model, even if it takes no request now."""
         return any(one.external is not None and model in one.external.models for one in self.externals.values())
 
     def _first(self, level: int, now: float) -> tuple[Queued, Backend] | None:
@@ -127,7 +127,7 @@ class Overflow:
         return None
 
     def _in_order(self, level: int, now: float) -> Generator[Queued, None, None]:
-        """Yields the requests in the order in which replicas would get them."""
+        """Yields the requests of a band in the order in which replicas would get them."""
         lines = self._room.bands[level].lines(now)
         try:
             for line in lines:

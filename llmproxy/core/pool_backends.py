@@ -66,8 +66,8 @@ class PoolBackends:
     def eject_outliers(self, now: float) -> list[int]:
         """Ejects backends that hang or have become slow.
 
-        Returns the leases on hung backends that have no first byte yet, and if a hang is proved, all leases. They can
-        be retried, or continued, on other backends.
+        Returns the leases to revoke, as chosen by `OutlierDetection.give_up`. Their requests can be retried, or their
+        streams continued, on other backends.
         """
         hung, slow = self.outliers.outliers(now)
         leases: list[int] = []

@@ -69,7 +69,7 @@ class Pools:
         aliases: Aliases,
         make_placement: Callable[[], Placement],
     ) -> None:
-        """Creates the pools, which are empty until the first polls of `backends`.
+        """Creates the backends. They form pools when they have listed their models.
 
         `backends` maps names to the configured `max_in_flight`; None to learn it. `make_placement` is called for each
         new pool.
@@ -104,7 +104,7 @@ class Pools:
     def add_backend(
         self, name: str, max_in_flight: int | None, prompt_range: tuple[int, int] | None = None, role: Role = Role.BOTH
     ) -> None:
-        """Adds a backend. Until its first poll, the backend is down and belongs to no pool."""
+        """Adds a backend. A replica is down until a poll succeeds, and in no pool until it has listed its models."""
         assert name not in self.backends
         settings = self.settings
         backend = self.backends[name] = Backend(
@@ -167,7 +167,7 @@ class Pools:
         """Notes a response of a backend's `/v1/models`, which may add, move or remove names, adapters and pools."""
         self.backends[backend].listed(listing)
         changed = self.catalogue.listed(backend, listing)
-        # Even if nothing changed, because a policy may have raised while a pool was created.
+        # Repeated even if nothing changed, because a policy may have raised while a pool was created.
         self._arrange()
         if changed:
             # An adapter may have moved to another pool, while the pools and their backends are the same.
@@ -251,9 +251,10 @@ class Pools:
                 new.attach(backend)
 
     def _scheduler_of(self, request: Request) -> Scheduler | None:
-        """Returns the scheduler of the backends that list the model of a request now.
+        """Returns the scheduler of a request: of its only backend, or of the pool that lists its model now.
 
-        A model that only external backends have served so far gets a scheduler without backends.
+        If no backend lists the model, returns the scheduler of `request.pool`, or None without one. A model that only
+        external backends have served so far gets a scheduler without backends.
         """
         if request.backend in self._of_backend:
             return self._of_backend[request.backend]
@@ -298,7 +299,7 @@ class Pools:
         excluded: frozenset[str] = frozenset(),
         entry: AdmissionKind = AdmissionKind.NEW,
     ) -> None:
-        """Adds a request to the waiting room of its pool. Raises Refused, also if the pool is gone by now."""
+        """Adds a request to the waiting room of its pool. Raises Refused as `Scheduler.submit`, or without a pool."""
         scheduler = self._scheduler_of(request)
         if scheduler is None:
             message = f"No backend serves `{request.model}` in this pool any more. Try again shortly."
@@ -355,7 +356,7 @@ class Pools:
         return None if external is None else self.limits.days.money_left(backend, external.max_per_day, now)
 
     def cancel(self, request: Request) -> Waited | None:
-        """Removes the request of a client that left. Returns why it waited; None if nothing blocked it."""
+        """Removes a request because its client left or the proxy shuts down. Returns as `Scheduler.cancel` does."""
         reasons = [scheduler.cancel(request.id) for scheduler in self._all]
         return next((waited for waited in reasons if waited is not None), None)
 
@@ -367,13 +368,13 @@ class Pools:
         leases.apply(event, now)
 
     def cached(self, pool: str, lease: int | None, backend: str, hashes: Sequence[int]) -> None:
-        """Records that a backend has cached these blocks, from a lease or (None) before this scheduler began."""
+        """Records that a backend has cached these blocks, under `lease` or (None) a lease of another process."""
         scheduler = self._scheduler_named(pool)
         if scheduler is not None:
             scheduler.cached(lease, backend, hashes)
 
     def ended(self, request: Request, met: bool | None, now: float) -> None:
-        """Records the end of a request, once. `met`: whether it met its objective; None if that is unknown."""
+        """Records the end of a request, once. `met`: as in `Scheduler.ended`."""
         if request.limits:
             self.limits.ended(request, now)
         for scaling in self.scaling.pools.values():
@@ -473,7 +474,7 @@ class Pools:
         return needs
 
     def pool_of(self, backend: str) -> str | None:
-        """Returns the pool of a backend; None before its first model list."""
+        """Returns the pool of a backend; None if it belongs to no pool."""
         scheduler = self._of_backend.get(backend)
         return None if scheduler is None else scheduler.pool
 
@@ -506,7 +507,7 @@ class Pools:
         return next((position for position in positions if position is not None), None)
 
     def choices(self, now: float) -> list[PoolChoices]:
-        """Returns the last placements of each pool, with the prices of the backends that were not chosen."""
+        """Returns the last placements of each pool, with the prices of all candidates."""
         return [scheduler.choices(now) for scheduler in self.schedulers.values()]
 
     def learned(self, now: float) -> dict[str, Learned]:

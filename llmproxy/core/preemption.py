@@ -18,7 +18,7 @@ from llmproxy.core.queueing.queue import Queued
 from llmproxy.core.settings import Settings
 
 PREEMPT_MAX = 4  # Maximum number of simultaneous preemptions, so that a burst does not empty the engines.
-LOOK_MAX = 64  # Maximum number of leases, and of requests, that a pass examines.
+LOOK_MAX = 64  # Maximum number of requests in the flows of a band that a pass examines, and of leases per request.
 
 
 class Preemption(LeaseObserver):

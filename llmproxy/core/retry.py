@@ -10,12 +10,12 @@ from msgspec import Struct
 from llmproxy.core.domain import Verdict
 from llmproxy.core.token_bucket import TokenBucket
 
-RETRY_RESERVE = 1024.0  # Burst of the retry budget: the batch of a dead backend, 1,024 by default in vLLM.
-RETRY_WAIT_MIN_S = 1.0  # Minimum queue time of a retry, because the failed attempt may have used up the time.
+RETRY_RESERVE = 1024.0  # Burst of the retry budget: the batch of a dead backend, 1,024 in vLLM on large GPUs.
+RETRY_WAIT_MIN_S = 1.0  # Minimum queue time of a retry, because earlier waits may have used up the time.
 COMPUTED_MAX = 2  # Maximum number of engines that may start a request, which then is the likely cause.
 PLANNED_MAX = 8
-"""Maximum number of planned ends that are not counted as failed attempts of a request. A rolling restart rarely hits a
-stream more than three times. An engine might abort every answer."""
+"""Maximum number of planned ends that are not counted as failed attempts of a request, because an engine might abort
+every answer. A rolling restart rarely hits a stream more than three times."""
 
 
 class Cause(Enum):
@@ -24,21 +24,23 @@ class Cause(Enum):
     # Before the connection.
     LACK = "lack"  # This machine is out of file descriptors or ports, or cannot resolve the name.
     NO_CONNECTION = "no_connection"
-    # The response head arrived, and the engine computed nothing.
+    # The response head arrived, and mostly the engine computed nothing.
     BUSY = "busy"  # 408, 409, 425, 429, 503, 529, and error events with the same meaning.
-    DRAINING = "draining"  # The 500 of an engine that shuts down.
+    DRAINING = "draining"  # The 500, or the aborted answer, of an engine that shuts down.
     UNAUTHORIZED = "unauthorized"  # 401 or 403 to the proxy's own key.
     NOT_SERVED = "not_served"  # 404 of a model that the backend lists, a redirect, another protocol.
     REJECTED = "rejected"  # Any other 4xx, 501, and error events with the same meaning.
-    NOT_TRANSFERRED = "not_transferred"  # The KV transfer from another backend failed.
+    NOT_TRANSFERRED = "not_transferred"  # A prefill answer has no usable parameters, or its engine is unreachable.
     # The engine accepted the body.
     BROKEN = "broken"  # The connection was reset or closed, or carried no HTTP.
-    GONE = "gone"  # The port refuses connections while this connection is open, or the connection broke after a drain.
+    # The port refuses connections while this connection is open. Or, after a drain, the connection broke or the drain's
+    # deadline passed.
+    GONE = "gone"
     HUNG = "hung"  # Outlier detection found that the backend hangs.
     ENGINE_DEAD = "engine_dead"  # The server reports that its engine died.
     ERROR = "error"  # 500, 502, other 5xx, and error events with the same meaning.
     STALLED = "stalled"  # Silent for `timeouts.stall_s` after the first byte.
-    LATE = "late"  # No first byte within `timeouts.first_byte_s`.
+    LATE = "late"  # No first byte within `timeouts.first_byte_s`, or no prefill within its own limit.
     OVERRAN = "overran"  # Not complete within `timeouts.total_s`, or within the limit of a gateway (504).
 
 
@@ -89,7 +91,7 @@ MEANINGS: Mapping[Cause, Meaning] = {
 
 After the first byte to the client, the verdict is the same, and only the rest of the answer may come from another
 backend. There is no rest if a repetition would end the same way: the request itself was refused (REJECTED), or its
-answer takes longer than a time limit (OVERRAN). The other causes without `rest` cannot occur after the first byte,
+answer takes longer than a time limit (OVERRAN). The other causes without `rest` hardly occur after the first byte,
 except LATE: streams of `/v1/responses` and `/v1/messages`, which have no rest, may begin with events without a token.
 
 The connections of a process that crashed break at once. So an open connection to a port that refuses new ones belongs
@@ -132,7 +134,10 @@ class RetryBudget:
         self._bucket.take(-self.ratio, 0.0)
 
     def take(self, verdict: Verdict, *, rest: bool = False) -> bool:
-        """Returns whether an attempt may be retried, and counts the retry. `rest`: for the rest of a stream."""
+        """Returns whether an attempt may be retried. If so, counts the retry, unless it is free.
+
+        `rest`: the retry generates the rest of a stream.
+        """
         return (not rest and verdict in _FREE) or self._bucket.try_take(1.0, 0.0)
 
     def give_back(self) -> None:

@@ -61,7 +61,7 @@ FAULT_RETRY_S = 1.0  # Pause of a pool after a policy raised an exception.
 class Scheduler:
     """The waiting room and the backends of one pool.
 
-    Each event is a method of this object or, for leases, of `leases`. Events change state and decide nothing.
+    Each event is a method of this object, of `leases` or of a `Backend`. Events change state and decide nothing.
     `decide(now)` then returns the decisions, and `next_wakeup(now)` the time to call it again without an event. A
     granted request keeps its slot until its lease is finished. Not thread-safe.
     """
@@ -165,7 +165,10 @@ class Scheduler:
         return [(queued.request, queued.excluded) for queued in leaving]
 
     def drop_bound(self, backend: str) -> None:
-        """Drops the waiting requests that only `backend` may serve, because it left. Clients get `bad_request`."""
+        """Drops the waiting requests that only `backend` may serve, because it left or its process is gone.
+
+        Clients get `bad_request`.
+        """
         for queued in [queued for queued in self._room.waiting.values() if queued.request.backend == backend]:
             self._shed.append(Drop(queued.request, Outcome.BAD_REQUEST, 0.0, self._room.leave(queued)))
 
@@ -187,12 +190,13 @@ class Scheduler:
         excluded: frozenset[str] = frozenset(),
         entry: AdmissionKind = AdmissionKind.NEW,
     ) -> None:
-        """Adds a request to the waiting room. `excluded` names backends on which the request has failed.
+        """Adds a request to the waiting room. `excluded` names backends that must not serve it, mostly after a failure.
 
         Raises Refused:
-            `rejected_no_backends`: no backend could ever serve the request.
+            `rejected_no_backends`: no backend that may serve the request is up, and the request is not held for one.
+            `bad_request`: the backend that alone may serve the request has lost the state to which it refers.
             `rejected_capacity`: a bound of the waiting room is reached.
-            `rate_limited`: a usage limit of the tenant or of the model is reached.
+            `rate_limited`: a rate or a daily budget of the tenant or of the model is used up.
             `rejected_deadline`: the request would be late even if it were served next.
             `upstream_timeout`: a retry of a request that reached a time limit on a backend that was at work.
         """
@@ -206,7 +210,7 @@ class Scheduler:
         self._shed += self._admission.enter(request, excluded, entry, now)
 
     def cancel(self, request_id: str) -> Waited | None:
-        """Removes the request of a client that left. Returns why it waited; None if nothing blocked it."""
+        """Removes a request without a decision. Returns why it waited; None if nothing blocked it."""
         queued = self._room.waiting.get(request_id)
         if queued is not None:
             return self._room.leave(queued)
@@ -218,15 +222,16 @@ class Scheduler:
         return None
 
     def cached(self, lease: int | None, backend: str, hashes: Sequence[int]) -> None:
-        """Notes blocks as cached on `backend`; see `Pools.cached`. A process that is gone has no cache."""
+        """Notes blocks as cached on `backend`; see `Pools.cached`. Does nothing if the process of `lease` is gone."""
         is_there = backend in self._backends.by_name
         if is_there and (lease is None or self.leases.is_on_current_process(lease, backend)):
             self._faults.notify(self._placement.observer.cached, backend, hashes)
 
     def ended(self, request: Request, met: bool | None, now: float, *, served_here: bool) -> None:
-        """Notes the end of a request. `met`: whether its objective was met; None without an objective.
+        """Notes the end of a request. `served_here`: whether this pool serves its model now.
 
-        `served_here`: whether this pool serves its model now. If not, an earlier attempt may have been granted here.
+        If not, an earlier attempt may have been granted here. `met`: whether the request met its objective; None if it
+        has none, or if the client caused the miss.
         """
         if request.id in self._reservations.by_request:
             self._abandon_prompt(request.id, self._reservations.release(request.id))
@@ -312,7 +317,10 @@ class Scheduler:
         self._place_changes_s = self._placement.inner.changes_at(now)
 
     def _readmit_stranded(self, retries: list[Queued], now: float) -> None:
-        """Admits retries again whose last backend went down or left while they waited: they are held, or dropped."""
+        """Admits retries again if no backend is left for them, because it went down or left while they waited.
+
+        They are held, or dropped.
+        """
         for first in retries:
             model, excluded, backends = first.request.model, first.excluded, self._backends.by_name.values()
             able = [backend for backend in backends if model in backend.served and backend.name not in excluded]
@@ -331,7 +339,7 @@ class Scheduler:
     def _grant_answers(self, decisions: list[Decision], now: float) -> None:
         """Grants a backend for the decode stage of each prefilled request, before any waiting request.
 
-        A slot was reserved for it. If the backend of that slot is gone and no other backend has a free slot, the
+        A slot was reserved for it. If the backend of that slot is unavailable and no other backend has a free slot, the
         request returns to the head of its flow and starts again with its prompt.
         """
         self._placement.begin(self._backends.views(now))
@@ -364,7 +372,7 @@ class Scheduler:
             first.unpin_kv(request_id)
 
     def first_blocked(self) -> Key:
-        """Returns (-band, arrival) of the first blocked request whose limit has room; infinite without one."""
+        """Returns (-band, arrival) of the first request that a usage limit blocked and now allows; else infinities."""
         return self._room.blocked.first(self._limits)
 
     def next_wakeup(self, now: float) -> float | None:
@@ -380,7 +388,7 @@ class Scheduler:
         return min([time for time in times if time is not None], default=None)
 
     def _room_on(self, name: str, level: int, now: float) -> int:
-        """Returns how many more requests of band `level` fit on a backend."""
+        """Returns the free slots of a backend, at least 1, if it takes a request of band `level` now; else 0."""
         view = self._backends.by_name[name].view(now)
         seen = self._headroom.views_for(level, [view], now)
         if not self._placement.ready(seen, level, self._headroom.ceiling(level, now), now):
@@ -422,7 +430,7 @@ class Scheduler:
         return None if queued is None else self._look(now).position(queued)
 
     def choices(self, now: float) -> PoolChoices:
-        """Returns the last placements, with the prices of the backends that were not chosen."""
+        """Returns the last placements, with the prices of all candidates."""
         return PoolChoices(self.pool, tuple(self._placement.inner.explained())[::-1], self.learned(now))
 
     def learned(self, now: float) -> Learned | None:

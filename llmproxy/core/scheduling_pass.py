@@ -24,10 +24,10 @@ from llmproxy.core.queueing.queue import Queued
 from llmproxy.core.queueing.usage_limits import UsageLimits
 from llmproxy.core.queueing.waiting_room import WaitingRoom
 
-LOOK_AGAIN = 8  # In a pass, one step of so many may try a request again that waits for a chosen backend.
+LOOK_AGAIN = 8  # `Pass.most / LOOK_AGAIN` requests of a band that wait for a full backend are tried again in a pass.
 PASS_MAX = 64  # Maximum number of steps of a pass, so that a mass release never blocks the event loop.
-PASS_LEAST = 8  # Steps of a pass at least, with many backends.
-PASS_PRICES = 512  # Steps of a pass times backends, if that allows PASS_LEAST steps.
+PASS_LEAST = 8  # The maximum number of steps falls with the number of backends, but not below this.
+PASS_PRICES = 512  # Maximum of steps times backends, unless PASS_LEAST allows more steps.
 
 
 class Parts(Struct, frozen=True):
@@ -60,7 +60,7 @@ class Pass(Struct):
     retries: list[Queued] = []  # Requests that failed before, and found no backend in this pass.
 
     def grant_all(self) -> None:
-        """Grants requests, the highest band first, until no slot is free or the pass has its maximum of decisions."""
+        """Grants requests, the highest band first, until no slot is free or the pass has its maximum of steps."""
         # A blocked request that was readmitted may fit where the others of its band did not.
         self.guaranteed_none.clear()
         for level in self.parts.room.order:
@@ -68,12 +68,12 @@ class Pass(Struct):
             if not band.size and not self.parts.room.blocked.size:
                 continue
             unmatched = Unmatched(looks=self.most // LOOK_AGAIN, retries=self.retries)
-            # A readmitted request may belong to a lower band that is owed its minimum share.
+            # After a readmission to a higher band, a band below it may be due for its minimum share.
             while band.size or (self.parts.room.blocked.size and self._readmit(level)):
                 if self.steps >= self.most or (self.parts.min_shares.shares and not self._grant_guaranteed()):
                     break
                 if not band.size:
-                    # The last request of the band was granted by the minimum share.
+                    # The minimum share granted the band's last request, or only higher bands were readmitted.
                     continue
                 granted = self._grant_one(level, self.parts.headroom.ceiling(level, self.now), unmatched)
                 if isinstance(granted, NoCapacity):
@@ -109,7 +109,7 @@ class Pass(Struct):
     def _grant_guaranteed(self) -> bool:
         """Grants requests of bands with a credit from their minimum share.
 
-        Returns whether the pass may go on to grant other requests: a slot is free and the pass is below its maximum.
+        Returns False if the pass must end: no backend has room for any band, or the maximum of steps is reached.
         """
         while self.steps < self.most:
             due = [x for x in self.parts.min_shares.due(self.parts.room.levels()[1:]) if x not in self.guaranteed_none]
@@ -120,12 +120,12 @@ class Pass(Struct):
                 self.blocked = True
                 return False
             if not isinstance(granted, Grant):
-                # The objectives of its own streams may block a band. Higher bands go on.
+                # The objectives of its own streams may close all backends to the band. Other bands go on.
                 self.guaranteed_none.add(due[0])
         return self.steps < self.most
 
     def _readmit(self, level: int) -> int:
-        """Moves more blocked requests of a band back to their flows. Returns their number."""
+        """Moves more blocked requests of a band and of higher bands back to their flows. Returns their number."""
         readmitted = self.parts.room.readmit(self.now, level)
         self.steps += readmitted
         if readmitted:
@@ -137,8 +137,8 @@ class Pass(Struct):
     ) -> Grant | NoCapacity | None:
         """Grants the next request of a band under `ceiling` (0..1], or by its minimum share if `guaranteed`.
 
-        Returns None if no examined request can use the free slots, and NoCapacity if the band has no free slot.
-        Requests that wait for a usage limit or for their only backend are moved out of their flows.
+        Returns None if no examined request can use the free slots, or the steps or requests ran out. Returns NoCapacity
+        if the band has no free slot. Requests that wait for a usage limit or for their only backend leave their flows.
         """
         band = self.parts.room.bands[level]
         for backend in self.outdated:
@@ -152,7 +152,7 @@ class Pass(Struct):
             if kept:
                 found = limited(head(band, self.now), limits) or NO_CAPACITY
             else:
-                # Blocked requests may be readmitted in this pass, and use the room that a higher band declined.
+                # `any_below` counts blocked requests, which may be readmitted in this pass and take the declined room.
                 patient = len(self.parts.room.waiting) == 1 or not self.parts.room.any_below(level)
                 found = first_fit(band, placement, views, ceiling, limits, unmatched, self.now, patient=patient)
             if isinstance(found, Later):
@@ -207,7 +207,10 @@ class Pass(Struct):
         return passes_over(map(room.bands.__getitem__, above), view, self.parts.limits)
 
     def _preempt(self, level: int, *, some_room: bool = False) -> None:
-        """Preempts leases for requests of a band, unless a backend with free slots can serve them (`some_room`)."""
+        """Preempts leases for waiting requests of a band above `default`.
+
+        `some_room`: some backends have free slots, so requests that one of these could serve are left out.
+        """
         if level <= DEFAULT or not self.parts.preemption.open:
             return
         ready: Sequence[View] = ()

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from llmproxy.core.domain import IDLE, Role, Usage
 
-IDLE_CEILING = 0.01  # Under this ceiling, only a backend without any request takes a request of the band `idle`.
+IDLE_CEILING = 0.01  # With a batch limit below 150, only a backend without any request takes a request of `idle`.
 BELOW_HIGHEST = 0.99  # Maximum ceiling of lower bands, as a share of the highest, to keep some KV cache free.
 
 
@@ -18,7 +18,7 @@ class CapacitySettings:
 
     initial_batch_limit: int  # Batch limit of an engine whose real limit is not yet learned.
     look_ahead: int | None  # Requests in flight above the limit, so that the engine never starves; None: learned.
-    prompt_window_s: float | None  # Bound on the total estimated prefill time of a backend; None: no bound.
+    prompt_window_s: float | None  # Bound of the estimated seconds of a backend's unfinished prompts; None: no bound.
     kv_full_ratio: float  # KV cache usage (0..1] from which the cache counts as full.
     stale_after_s: float  # Age from which a reading is ignored.
 
@@ -31,11 +31,11 @@ class HealthSettings:
     ejection_s: float  # Duration of the first ejection in seconds. Each further ejection is twice as long.
     ejection_max_s: float
     misses_before_down: int  # Consecutive polls without a response that mark a backend down.
-    # Maximum share (0..1) of a pool's healthy backends that may be ejected. At least one may be ejected, but never the
-    # last backend that serves a model.
+    # Maximum share (0..1) of a pool's backends that are up that may be ejected. At least one may be ejected, but never
+    # the last backend of a model. A failed connection, a shutdown or the death of an engine always ejects.
     ejected_ratio_max: float
     slow_start_s: float  # Time over which a recovered backend is brought to its limit.
-    hung_s: float  # Silence that ejects a backend; inf for never.
+    hung_s: float  # Shortest silence that ejects a backend; inf for never.
     # Slowdown of a backend that ejects it: time per token divided by the backend's earlier time; inf for never.
     slow_factor: float
 
@@ -55,7 +55,7 @@ class QueueSettings:
     flow_tokens_max: int | None
     # Maximum wait while no backend of the pool is up; 0 refuses at once. The queue timeout is paused meanwhile.
     no_backend_wait_s: float
-    startup_wait_s: float  # Longest wait in seconds until the first reading of any backend; then `no_backend_wait_s`.
+    startup_wait_s: float  # Longest wait before any backend was read; afterwards, `no_backend_wait_s` applies.
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +73,14 @@ class UsageLimit:
 class External:
     """An endpoint elsewhere that takes requests for money, when the replicas are down or requests wait long."""
 
-    models: frozenset[str]  # Names of models and adapters that it serves, as clients of the replicas request them.
+    models: frozenset[str]  # Models and adapters that it serves, by the names that the replicas list.
     price_per_million_input: float
     price_per_million_output: float
     # Seconds after which a waiting request goes to the endpoint although a replica is up; inf: never.
     only_above_wait_s: float
     max_per_day: float
     from_band: int
-    price_per_million_cached: float | None = None  # Of prompt tokens that the endpoint had cached; None: as others.
+    price_per_million_cached: float | None = None  # Of cached prompt tokens; None: as the other prompt tokens.
 
     def cost(self, used: Usage) -> float:
         input_price, cached_price = self.price_per_million_input, self.price_per_million_cached
@@ -119,7 +119,7 @@ class ScalingSettings:
     utilisation: float  # Share (0..1] of a replica's time that is planned to be used.
     target_tpot_s: float | None  # Target time per token; None: the mean objective of the requests.
     start_s: float | None  # Time until a new replica is ready; None: as observed.
-    idle_s: float  # Time without a request after which no replica is needed.
+    idle_s: float  # Time without a request after which no replica is needed, if `min` is 0.
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class Settings:
 
     @property
     def ceiling_range(self) -> tuple[float, float]:
-        """The saturations (0..1] to which traffic of the lowest and of the highest band alone can fill a backend."""
+        """The saturations (0..1] to which the lowest (below others in use) and the highest band can fill a backend."""
         if not self.ceilings:
             return 1.0, 1.0
         lowest, highest = min(self.ceilings.values()), max(self.ceilings.values())
@@ -163,8 +163,8 @@ class Settings:
     def ceiling(self, band: int) -> float:
         """Returns the saturation (0..1] of the backends from which requests of `band` wait.
 
-        A band without a configured ceiling has the ceiling of the next lower band, and the lowest ceiling if there is
-        no lower band. The band `idle` then has IDLE_CEILING. Without any ceilings, every band has 1.0.
+        A band without a configured ceiling has the ceiling of the next lower band. If there is no lower band, it has
+        the lowest ceiling, or from `idle` down IDLE_CEILING. Without any ceilings, every band has 1.0.
         """
         below = [b for b in self.ceilings if b <= band]
         if self.ceilings and not below and band <= IDLE:

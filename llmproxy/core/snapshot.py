@@ -40,7 +40,7 @@ class BackendStatus:
     source: str  # Where the address of the backend was found: the configuration or a discovery source.
     state: str  # Administrative or health state.
     in_flight: int
-    since_s: float  # Time at which the backend joined or was last drained or undrained, on the loop's clock.
+    since_s: float  # Time of its joining, leaving, or last drain, undrain or readiness change, on the loop's clock.
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +99,8 @@ class PoolSnapshot:
 
     pool: str
     alive: bool  # Whether a backend is up.
-    held: bool  # Whether requests wait because no backend is up.
-    leases: int  # Number of leases, which are the requests in flight.
+    held: bool  # Whether no backend is up, and requests are held until one is.
+    leases: int  # Number of leases on replicas, which are the requests in flight there.
     preempting: int  # Leases that are being preempted.
     bands: tuple[BandSnapshot, ...]
     backends: tuple[BackendSnapshot, ...]
@@ -144,7 +144,7 @@ class Position:
     label: str
     band: int
     flow: str
-    ahead_in_bands: int  # Waiting requests in higher bands of the pool.
+    ahead_in_bands: int  # Requests in the flows of higher bands of the pool, without the blocked ones.
     # Requests ahead of it in its flow, or in the queue of `blocked_by`; None if there are too many to count.
     ahead_in_flow: int | None
     waited_s: float

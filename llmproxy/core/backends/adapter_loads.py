@@ -49,7 +49,7 @@ class PendingLoads:
 
     def __init__(self, longest: LongestLoad) -> None:
         self._longest = longest
-        self.done = 0  # Completed loads of cold adapters (not believed to be resident).
+        self.done = 0  # Loads of cold adapters (not believed to be resident) that ended, or whose end is not visible.
         self._pending: dict[int, tuple[float, bool]] = {}
         self._unseen_until_s = self._first_byte_s = -inf
 
@@ -69,7 +69,7 @@ class PendingLoads:
         self._unseen_until_s = min(until_s, now + MOST_S)
 
     def first_byte(self, lease: int, silent_since_s: float, prompts_s: float, now: float) -> None:
-        """Records the first byte of `lease` after a silence since `silent_since_s`, the last byte of the backend.
+        """Records the first byte of `lease`. The backend had sent its last byte at `silent_since_s`.
 
         Prefill explains `prompts_s` seconds of the silence. A lease without a pending load is ignored.
         """

@@ -21,7 +21,7 @@ UNREAD_MAX = 10  # Successful polls without readable metrics after which a backe
 
 
 class Backend:
-    """The core's state of one vLLM server. Only the scheduler that owns the object changes it.
+    """The core's state of one vLLM server.
 
     The proxy's own requests in flight are counted here, and scrapes correct the counts. Sequences that a scrape shows
     beyond the own requests belong to other clients, and count as load. The KV cache usage of a scrape is increased by
@@ -79,7 +79,7 @@ class Backend:
 
     @property
     def drained(self) -> bool:
-        """Whether an operator drained the backend. A drain is not a failure, and learned values are kept."""
+        """Whether an operator drained the backend, or the backend leaves or is not ready. Learned values are kept."""
         return self.health.drained
 
     @drained.setter
@@ -89,7 +89,7 @@ class Backend:
 
     @property
     def up(self) -> bool:
-        """Whether polls find the backend healthy and no operator has drained it. The backend may be ejected or full."""
+        """Whether polls find the backend healthy and it is not drained. The backend may be ejected or full."""
         return not self.health.down and not self.health.drained
 
     def reconfigure(
@@ -120,11 +120,11 @@ class Backend:
         self._changed()
 
     def replaced(self) -> None:
-        """Discards all that was read or learned from the old process, because a new process has the backend's name.
+        """Discards metrics, batch limit and resident adapters, because a new process has the backend's name.
 
-        The requests in flight of the old process count as load until they end.
+        The model list stays until the next one. The requests in flight of the old process count as load until they end.
         """
-        # Until a poll succeeds.
+        # A replica is down until a poll succeeds.
         self.health.down = self.external is None
         self._forget_process()
         self.limit.forget()
@@ -163,7 +163,7 @@ class Backend:
         self._changed()
 
     def published(self, limit: int) -> None:
-        """Sets the batch limit that the engine publishes. If the engine published another one before, forgets it."""
+        """Sets the batch limit that the engine publishes. A change discards all that was learned about the limit."""
         if self._published not in (None, limit):
             self.limit.forget()
         self._published = limit
@@ -285,7 +285,7 @@ class Backend:
         return adapter is not None and adapter not in self._resident
 
     def book(self, lease: int, request: Request, now: float, held_tokens: int = 0) -> None:
-        """Adds a granted request. `held_tokens` of its prompt are already in the KV cache and need no new blocks."""
+        """Adds a granted request. `held_tokens` of its prompt are in blocks that other requests use."""
         self._own.add(lease, request, request.prompt_tokens - held_tokens, now)
         self.cached_view = None
         if request.adapter is not None:
@@ -355,12 +355,12 @@ class Backend:
         self.health.blame(verdict, now)
 
     def eject_hung(self, hang: Hang, now: float) -> bool:
-        """Ejects the backend as hung, unless too many of its pool are ejected. Returns whether it was ejected."""
+        """Ejects the backend as hung, if `Peers` allows it. Returns whether it is ejected."""
         self._changed()
         return self.health.eject_hung(hang, now)
 
     def eject_slow(self, why: str, now: float) -> bool:
-        """Ejects the backend as slow, unless too many of its pool are ejected. Returns whether it was ejected."""
+        """Ejects the backend as slow, if `Peers` allows it. Returns whether it is ejected."""
         self._changed()
         return self.health.eject_slow(why, now)
 
@@ -378,11 +378,10 @@ class Backend:
         self.health.measured(lease, fast, now)
 
     def unstarted(self, lease: int) -> bool:
-        """Returns whether the engine has certainly done nothing for `lease` yet.
+        """Returns whether `lease` has no token yet: its stream has no byte, or its request waits in the engine.
 
-        This is certain for a stream without a byte. A non-streamed request has not started if it waits in the engine: a
-        scrape after its grant shows `n` waiting sequences, all sent by this proxy, and the request is among the newest
-        `n`.
+        A non-streamed request waits in the engine if a scrape after its grant shows `n` waiting sequences, all sent by
+        this proxy, and the request is among the newest `n`.
         """
         booking = self.bookings[lease]
         if booking.started or booking.request.stream:
@@ -452,7 +451,7 @@ class Backend:
             waiting, max_adapters = reading.waiting - self._own.fetching(reading), reading.max_adapters
             kv_used, kv_tokens = reading.kv_used or 0.0, reading.kv_tokens
         self._changes_s = until_s
-        # No request waits for slow start: if no other backend has room, it is sent here at once.
+        # No request waits for slow start: a request that finds no room elsewhere is sent here at once.
         self.view_until_s = min(until_s, health.warmer_at(now) or inf)
         available = health.available(now) and not self.health.drained
         return View(

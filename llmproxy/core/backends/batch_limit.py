@@ -9,10 +9,10 @@ from typing import Protocol
 
 PLATEAU_READINGS = 3  # So many consecutive readings with waiting sequences prove a plateau. A single one may be chance.
 PROVEN_READINGS = 2  # Enough readings for a plateau if sequences can wait only because the batch is full.
-UNPUBLISHED = 256  # Limit of a backend without metrics: vLLM's default batch limit.
+UNPUBLISHED = 256  # Limit of a backend without metrics: vLLM's default batch limit on most GPUs.
 CALM_READINGS_MIN, CALM_READINGS_MAX = 5, 160
-"""A larger limit is tried after this many readings without a queue: at first the minimum, doubled after each trial that
-finds the same plateau."""
+"""A larger limit is tried after this many readings of the full engine without a queue: at first the minimum, doubled
+after each trial that finds the same plateau."""
 FALLEN = 0.8  # A refusal at a load below this share of the last plateau is not the result of a trial.
 RESERVE_FROM = 4  # From this batch limit on, bands below the highest leave one slot free on each backend.
 
@@ -36,7 +36,7 @@ def slots_under(limit: int, ceiling: float, look_ahead: int, highest: float = 1.
 class BatchLimit:
     """Learns the number of sequences that an engine runs at once.
 
-    Growth: the limit starts at `start`, and doubles while the engine runs all its sequences and none waits.
+    Growth: the limit starts at `start`, and doubles while it is used and no sequence waits.
 
     Convergence: if sequences keep waiting while the number of running sequences no longer increases, this number is a
     *plateau*, and becomes the limit. From then on, the limit grows by a quarter.
@@ -51,7 +51,7 @@ class BatchLimit:
     The limit counts as used when the engine is filled to `lowest_ceiling`, because traffic of low bands alone fills it
     no further. If nothing but the size of the batch explains a plateau, the plateau is *proven* to be the engine's own
     limit. A larger limit is then tried only after the longest pause, and only by bands that may fill the proven limit.
-    A scrape must show the sequences running, because the metrics of a frozen engine show no waiting sequences.
+    The limit grows only after a scrape that shows running sequences, because a frozen engine also shows none waiting.
     """
 
     def __init__(self, fixed: int | None, start: int, lowest_ceiling: float = 1.0) -> None:
@@ -99,7 +99,8 @@ class BatchLimit:
     def proven_load(self) -> int:
         """The number of sequences that the engine certainly runs at once; at most the limit.
 
-        It is the configured limit or the plateau. Before both, it is the largest number that ran while none waited.
+        It is the configured limit or the plateau. Before both, it is the start value, or a larger number that ran while
+        none waited.
         """
         if self._cap is not None:
             return self.value
@@ -135,8 +136,8 @@ class BatchLimit:
     def cap(self, fixed: int | None) -> None:
         """Changes the configured limit; None removes it. A plateau that does not exceed the new limit stays in force.
 
-        Without a plateau, the limit becomes `fixed`. After a removal, it becomes the larger of the start value and the
-        most sequences that ran at once.
+        Without a plateau, the limit becomes `fixed`. After a removal, it becomes the published or restored limit, else
+        the larger of the start value and the most sequences that ran at once.
         """
         if fixed == self._cap:
             return
@@ -203,9 +204,9 @@ class BatchLimit:
     def refused(self, load: int) -> None:
         """Lowers the limit after the engine refused a request as busy, with `load` other sequences in flight.
 
-        If no trial is in progress, the engine accepts less than before, perhaps for a moment, so the next trial comes
-        after the shortest pause. From there the limit doubles up to the old plateau, as TCP's congestion window does up
-        to its threshold (slow start, RFC 5681). In a burst of refusals, the load falls from one to the next.
+        A refusal far below the plateau (FALLEN) shows that the engine accepts less than before, perhaps for a moment.
+        So the next trial comes after the shortest pause. Then the limit doubles up to the old plateau, as TCP's
+        congestion window does up to its threshold (slow start, RFC 5681). In a burst, each refusal finds a lower load.
         """
         self._calm = 0
         plateau = max(1, min(self.value, load))
@@ -287,7 +288,7 @@ class Exploration:
 
     def __init__(self) -> None:
         self.members: dict[str, PoolMember] = {}
-        self.proven_load = 0  # The largest batch that ran on any member.
+        self.proven_load = 0  # The largest `BatchLimit.proven_load` of the members.
         self._largest: BatchLimit | None = None
 
     def learned(self, limit: BatchLimit) -> None:

@@ -60,8 +60,8 @@ class Bookings:
     def observe(self, reading: Reading) -> int:
         """Applies a new scrape. Returns how many sequences of other clients the scrape shows.
 
-        The metrics may still count sequences that ended a moment ago. So their number is compared with the maximum of
-        own sequences since the last scrape.
+        The metrics may still count sequences that ended a moment ago. So the number shown is compared with the maximum
+        of own sequences since the last scrape.
         """
         self._left_queue = 0
         for lease in [x for x in self._debits if self.by_lease[x].booked_s <= reading.taken_at_s - GAUGE_LAG_S]:
@@ -91,7 +91,7 @@ class Bookings:
             yield lease
 
     def unstarted_answers(self) -> Iterator[tuple[int, Booking]]:
-        """Returns the leases of non-streamed requests that may not have started."""
+        """Returns the leases of non-streamed requests that are not known to have started."""
         return ((x, one) for x, one in self.by_lease.items() if not one.started and not one.request.stream)
 
     def waits_for_adapter(self, reading: Reading) -> bool:

@@ -17,7 +17,7 @@ Aliases = Mapping[str, str | Mapping[str, float]]
 """Maps each alias to its target name, or to several target names with their shares of its requests."""
 ANY = "*"  # The alias for all names without an alias.
 NAME_CHARS_MAX = 1_024  # Maximum length of a name that `unlisted` passes through, because it is stored and logged.
-RETRY_UNREAD_S = 1.0  # `Retry-After` of refusals while a backend was never read: about one poll interval.
+RETRY_UNREAD_S = 1.0  # `Retry-After` while a name may soon be served: about the poll interval of a failed backend.
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +46,18 @@ class Catalogue:
         self.served: Mapping[str, Target] = {}  # The target of each name that a backend lists.
         self.targets: Mapping[str, Target] = {}  # The target of each name and alias with a single target.
         self.names: Mapping[str, frozenset[str]] = {}  # The base models of each pool.
-        self.members: Mapping[str, str] = {}  # The pool of each backend that was read.
+        self.members: Mapping[str, str] = {}  # The pool of each backend that lists a base model.
         self._pool_named: Mapping[str, str] = {}
         self._listings: dict[str, Listing | None] = dict.fromkeys(backends)
         self._cards: dict[str, ModelCard] = {}
         self._unread = set(self._listings)
         self._names_text: str | None = None
-        self.promised: frozenset[str] = frozenset()  # Adapters that are to be loaded. Requests for them may be retried.
+        # Adapters that backends should have by `Adapters`, loaded or not. Requests for them may be retried.
+        self.promised: frozenset[str] = frozenset()
         self.named: frozenset[str] = frozenset()  # Pools of `scaling.pools`, which may have no backend at the moment.
         # Names, or patterns that end in `*`, that clients may use before a backend lists them -> base model.
         self.unlisted: Mapping[str, str] = {}
-        self.external: frozenset[str] = frozenset()  # Models that external backends serve if no replica does.
+        self.external: frozenset[str] = frozenset()  # Models that external backends serve. Replicas may serve them too.
         self._silent: set[str] = set()  # Backends of `_unread` whose polls failed.
         self.expecting = False  # Whether discovery will still add backends.
         self.ever_read = False  # Whether any backend was read since the start of the process.
@@ -101,7 +102,7 @@ class Catalogue:
         self._rebuild()
 
     def resolve_alias(self, name: str | None, key: str = "", beside: str | None = None) -> str | None:
-        """Returns the target of an alias. Any other name is returned unchanged.
+        """Returns the target of an alias, or the base model of an adapter of `unlisted`. Returns other names unchanged.
 
         An alias may have several targets with weights. Targets that the backend `beside` serves come first, then
         targets that may be served now. Requests with the same `key` get the same target.
@@ -116,7 +117,7 @@ class Catalogue:
         return _choose({one: weight for one, weight in targets.items() if one in eligible}, f"{name}\0{key}")
 
     def _unlisted_entry(self, name: str) -> str | None:
-        """Returns the longest entry of `unlisted` that covers a name; None if no entry does or the name is known."""
+        """Returns the longest entry of `unlisted` that covers a name. Returns None for aliases and base models."""
         served = self.served.get(name)
         if (
             not self.unlisted
@@ -143,7 +144,7 @@ class Catalogue:
         return self._pool_named.get(name, name)
 
     def listed(self, backend: str, listing: Listing) -> bool:
-        """Stores a backend's model list. Returns whether names or pools changed."""
+        """Stores a backend's model list. Returns whether it differs from the last one."""
         before = self._listings.get(backend)
         self._unread.discard(backend)
         self._silent.discard(backend)
@@ -160,8 +161,8 @@ class Catalogue:
         Among the targets of an alias, `key` and `beside` decide as in `resolve_alias`.
 
         Raises Refused: with `rejected_no_backends` if the name may be served soon (a backend has not listed its models
-        yet, or the adapter or a backend of the pool will be started); with `bad_request` if `name` is None while there
-        are several pools or none; else with `unknown_model`.
+        yet, the adapter will be loaded, or a backend of the pool started); with `bad_request` if `name` is None while
+        there are several pools or none; else with `unknown_model`.
         """
         if name is None:
             return self._only_pool()
@@ -227,7 +228,10 @@ class Catalogue:
 
         Raises Refused as `resolve` does.
         """
-        card = self._cards[self.resolve(name).model]
+        model = self.resolve(name).model
+        if (card := self._cards.get(model)) is None:
+            # Only external backends have the model, and they list no fields.
+            return {"id": name, "object": "model", "root": model, "parent": None}
         return {**card.fields, "id": name, "root": card.name, "parent": card.parent}
 
     def _known_names(self) -> str:

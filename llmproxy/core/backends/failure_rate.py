@@ -6,13 +6,16 @@ from collections import deque
 from collections.abc import Iterable
 from math import comb
 
-ANSWERS = 32  # Number of recent answers considered per backend.
-FAILURES_MIN = 5  # Minimum number of failures among the last ANSWERS answers for an ejection.
+ANSWERS = 32  # Number of recent results considered per backend.
+FAILURES_MIN = 5  # Minimum number of failures among the last ANSWERS results for an ejection.
 CHANCE = 1e-5  # Maximum probability, per failure, of ejecting a backend that fails no more often than the others.
 
 
 class FailureRate:
-    """The results of the last ANSWERS requests to one backend."""
+    """The last ANSWERS results of one backend that count: served requests, and failures that are the backend's fault.
+
+    They are cleared when the rate ejects the backend, or when it comes up after it was down.
+    """
 
     __slots__ = ("_failed",)
 
@@ -25,7 +28,7 @@ class FailureRate:
 
     @property
     def low(self) -> bool:
-        """Whether at least ANSWERS results are known and fewer than FAILURES_MIN of them are failures."""
+        """Whether ANSWERS results are known and fewer than FAILURES_MIN of them are failures."""
         return len(self._failed) == ANSWERS and self.failures < FAILURES_MIN
 
     def add(self, failed: bool) -> None:

@@ -17,9 +17,9 @@ LATE = 5.0  # A silent backend hangs after this multiple of the predicted time u
 TOGETHER = 3  # Number of streams that prove a hang if they stop at once: slow clients would not stop together.
 TOGETHER_S = 0.6  # Streams whose last bytes are within this time stopped together. Normal gaps are shorter.
 TOGETHER_LATE = 2.0  # Value of LATE for started streams, lower because most engines continue them during prefills.
-STUCK_LATE = 2.0  # Multiple of `hung_s` for non-streamed answers, because an ejection loses all their tokens.
+STUCK_LATE = 2.0  # Multiple of `hung_s` for proved hangs, whose ejection loses all tokens of non-streamed answers.
 ASKED_AGAIN_S = 0.75  # Time for an answer to a second poll. The first may have timed out in a pause of the proxy.
-UNSEEN_S = 0.5  # Initial estimate of the time until a reading shows a text request.
+UNSEEN_S = 0.5  # Initial estimate of the time until a reading shows a text request, and of the pauses of a counter.
 
 
 class HangDetection:
@@ -95,7 +95,10 @@ class HangDetection:
             self._unseen[stream.prepared].learn(reading.taken_at_s - stream.booked_s, sure=True)
 
     def idle(self, backend: BackendStreams, now: float) -> bool:
-        """Returns whether the scrapes of a backend show none of its requests. False until some scrape has shown one."""
+        """Returns whether a recent scrape of a backend shows no request, although it has requests that none has shown.
+
+        False until a scrape in the pool has shown a request.
+        """
         reading, first = backend.reading, next(iter(backend.unseen.values()), None)
         return (
             self._shows_work
@@ -108,9 +111,9 @@ class HangDetection:
         )
 
     def stuck(self, backend: BackendStreams, now: float) -> bool:
-        """Returns whether a backend has answers in flight while its counter of generated tokens does not increase.
+        """Returns whether a backend has answers in flight, and a scrape late in its silence shows requests.
 
-        False in a pool whose counters do not rise during an answer.
+        False in a pool whose counters of generated tokens do not increase during an answer.
         """
         reading = backend.reading
         return (

@@ -12,7 +12,7 @@ from llmproxy.core.settings import HealthSettings
 
 BUSY_PAUSE_S = 0.25  # Pause after a 503 "busy": about one poll interval, after which the engine's queue is known.
 CHEAP_DOUBLINGS = 2  # Maximum number of doublings of a pause, if a failed probe costs less than a longer pause.
-REFUSED_PAUSE_S = 1.0  # Pause after a refused key or model, until another backend has served the request.
+REFUSED_PAUSE_S = 1.0  # Pause after a refused key or model, in which another backend may serve the request.
 WARM_STEP = 0.1  # First share of its limit that a backend gets during slow start, and the increment of each step.
 
 
@@ -31,7 +31,7 @@ REFUSALS = {
 class Ejected:
     """Event: the backend gets no requests for `pause_s` seconds, and none before it answers polls again.
 
-    Then a single request probes it. The pause may be shortened. A restarted process needs no probe.
+    Then a single request probes it. The pause may be shortened. A backend that was down meanwhile needs no probe.
     """
 
     why: str
@@ -47,7 +47,7 @@ class Unejected:
 
 @dataclass(frozen=True, slots=True)
 class EjectionSkipped:
-    """Event: a backend was not ejected, because too many of its pool are ejected or no other can take its requests."""
+    """Event: a backend was not ejected: too many of its pool are ejected, or no other backend serves its requests."""
 
     why: str
 
@@ -60,7 +60,7 @@ class Hang:
     """Evidence that a backend hangs."""
 
     since_s: float  # Start of the silence.
-    owed: int  # Requests that wait for a first byte.
+    owed: int  # Requests that wait for a first byte; if `proved`, all requests in flight.
     stopped: int  # Streams that stopped together, if that is the evidence.
     idle: bool = False  # Whether the gauges show none of the requests that were sent to the engine.
     unanswered: bool = False  # Whether the backend does not answer polls either.
@@ -74,8 +74,9 @@ class Hang:
     def why(self, now: float) -> str:
         if self.idle:
             return f"hung: its engine has shown none of {self.owed} requests for {now - self.since_s:.1f} s"
-        if self.unanswered:
-            return f"hung: silent for {now - self.since_s:.1f} s, no poll answered, answers owed: {self.owed}"
+        if self.proved:
+            sign = "no poll answered" if self.unanswered else "no token generated"
+            return f"hung: silent for {now - self.since_s:.1f} s, {sign}, answers owed: {self.owed}"
         stopped = f", streams that stopped together: {self.stopped}" if self.stopped else ""
         return f"hung: silent for {now - self.since_s:.1f} s, first bytes owed: {self.owed}{stopped}"
 
@@ -112,9 +113,9 @@ class Health:
     """The health of one backend: polls mark it *down*, requests eject it.
 
     After the pause of an ejection, the backend is half open: it gets a single request, the probe. The first byte of the
-    probe ends the ejection, and so does a poll that finds a restarted process. A 4xx is not a failure. A 503 "busy"
-    only pauses the backend, unless its engine is idle while other backends are up. A backend that comes up, or whose
-    ejection ends, has a slow start (`warmth`).
+    probe ends the ejection, and so does the first successful poll after the backend was down. A request that is refused
+    for its own fault is not a failure. A 503 "busy" only pauses the backend, unless its engine is idle while other
+    backends are up. A backend that comes up, or whose ejection ends, has a slow start (`warmth`).
     """
 
     def __init__(self, settings: HealthSettings) -> None:
@@ -123,7 +124,7 @@ class Health:
         self.on_event: Callable[[EjectionEvent], None] = lambda _: None
         """Called for each ejection, its end, and the first of consecutive skipped ejections."""
         self.down = True
-        self.drained = False  # Drained by an operator, so it does not replace ejected backends.
+        self.drained = False  # Gets no new requests (`Backend.drained`), so it does not replace ejected backends.
         self.models: frozenset[str] = frozenset()  # The base models that the backend lists.
         self._failed_polls = 0
         self._refused_polls = 0
@@ -317,7 +318,7 @@ class Health:
     def forgive(self, verdict: Verdict, now: float) -> None:
         """Reverts a failure with `verdict`, because the request failed in the same way on another backend.
 
-        A refusal loses its pause, unless the backend is ejected. Another failure is no longer counted, and an ejection
+        A pause for a refusal ends, unless the backend is ejected. Other failures are no longer counted, and an ejection
         for the rate or number of failures ends.
         """
         if verdict in REFUSALS:
@@ -369,7 +370,7 @@ class Health:
         return True
 
     def _skip(self, why: str, now: float) -> None:
-        # Only the first of consecutive skips is an event, until an ejection would have ended.
+        # A skip is an event only if none came in the `ejection_max_s` before it.
         if now >= self._skipped_until_s:
             self.on_event(EjectionSkipped(why))
         self._skipped_until_s = now + self.settings.ejection_max_s

@@ -93,7 +93,7 @@ class OutlierDetection:
         self._streams[lease] = backend.unseen[lease] = stream
         if not request.stream:
             backend.whole[lease] = stream
-            # Its first token is invisible, but its prefill takes time.
+            # The first token of a non-streamed answer is invisible, but the prefill takes time.
             stream.prompts_s = self._prompts_s(backend, now)
             backend.computed_tokens += own_tokens
             backend.whole_tokens += request.prompt_tokens
@@ -308,8 +308,8 @@ class OutlierDetection:
     def outliers(self, now: float) -> tuple[dict[str, Hang], dict[str, str]]:
         """Returns the hung backends and the slow backends of the pool, each with the evidence.
 
-        Called by `PoolBackends.eject_outliers` in each decision, also at `due_s`. Returns nothing if the last check was
-        less than CHECK_S ago or the pool has a single backend.
+        The scheduler calls this through `PoolBackends.eject_outliers`, and wakes up at `due_s`. Both are empty if the
+        last check was less than CHECK_S ago or the pool has a single backend.
         """
         if now < self.check_s:
             return {}, {}
@@ -323,7 +323,10 @@ class OutlierDetection:
         return hung, self._judge(now) if now >= self._judge_s else {}
 
     def give_up(self, backend: str, hang: Hang, now: float) -> Iterator[int]:
-        """Returns the leases of a hung backend to revoke; streams that have begun only if `hang` is proved."""
+        """Returns the leases of a hung backend to revoke: streams without a byte; all leases if `hang` is proved.
+
+        Non-streamed requests are also revoked if scrapes or unanswered polls suggest that nothing works on them.
+        """
         streams = self._backends[backend]
         unstarted, streams.unstarted = streams.unstarted, {}
         if self._hangs.idle(streams, now):

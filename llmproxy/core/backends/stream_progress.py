@@ -12,7 +12,7 @@ from llmproxy.core.backends.adapter_loads import PendingLoads
 from llmproxy.core.domain import Reading
 from llmproxy.core.estimates.learning import follow_ratio, gain
 
-RATIO_MOST = 2.0  # An observation counts as at most this multiple of the mean, so the mean follows gradually.
+RATIO_MOST = 2.0  # An observation counts as at most this multiple or part of the mean, which so follows gradually.
 USUAL_GAIN = 0.05  # Weight of a new judgement in the usual speed, which reflects about the last twenty judgements.
 SLOW_SPAN_S = 1.0  # Maximum time that one judgement adds to `BackendStreams.slow_s`.
 RECENT = 3  # Number of judgements whose median is the pace of a backend, because a single judgement may be chance.
@@ -20,7 +20,7 @@ SLOW_WITHIN_S = 6.0  # Period, from the first slow span, in which the time of sl
 
 
 def follow_robustly(mean: float, observed: float, weight: float) -> float:
-    """Returns a geometric mean after one more observation. The observation is clipped at RATIO_MOST times the mean."""
+    """Returns a geometric mean after one more observation, clipped to 1 / RATIO_MOST .. RATIO_MOST times the mean."""
     return follow_ratio(mean, observed, weight, 1.0 / RATIO_MOST, RATIO_MOST)
 
 
@@ -28,8 +28,8 @@ def follow_robustly(mean: float, observed: float, weight: float) -> float:
 class BackendStreams:
     """The streams of one backend, and its measured speed.
 
-    The speed in a span of time is the speed of the fastest stream, as a multiple of the pool's time per token, because
-    a slow reader proves nothing about an engine. A larger value is slower.
+    The speed in a span is the time per token of the fastest stream, divided by the pool's time per token. So a larger
+    value is slower. Other streams do not count, because a slow reader proves nothing about an engine.
     """
 
     pending_loads: PendingLoads  # Adapter loads for the unstarted streams.
@@ -127,7 +127,7 @@ class StreamSpan(Struct, eq=False):
     adapter: str | None
     cold: bool  # Whether the adapter probably had to be loaded.
     fetched: bool = False  # Whether another backend computed the prompt.
-    loads_ahead: int = 0  # Adapters that may have been loaded before the first byte.
+    loads_ahead: int = 0  # Adapters that the engine may have to load before the first byte.
     tokens: int = 0  # Tokens of the answer at the start of the span.
     computed_tokens: float = 0.0  # The counters of the backend at the start of the span.
     loaded: int = 0

@@ -14,15 +14,15 @@ class View(Struct, frozen=True):
     """The state of one backend at one moment, which placement policies get. It is replaced, never changed."""
 
     backend: str
-    available: bool  # Whether the backend is up, not drained, and either not ejected or due for a probe.
+    available: bool  # Whether the backend is up, not drained, not paused, and either not ejected or due for a probe.
     served: frozenset[str]  # The model names in the last `/v1/models` of the backend.
     resident: frozenset[str]  # Adapters that are believed to be loaded.
     max_adapters: int | None
     max_model_len: int | None
     prompt_range: tuple[int, int] | None  # Configured range of prompt lengths in tokens; None means any length.
-    limit: int  # Batch limit: sequences that the engine runs at once, divided among independent proxies.
+    limit: int  # Batch limit: sequences that the engine runs at once.
     load: int  # Sequences in flight, including those of other clients, and slots reserved for decode stages.
-    waiting: int  # Sequences in the engine's own queue at the last reading.
+    waiting: int  # Sequences in the engine's own queue at the last reading, apart from fetches of KV blocks.
     kv_used: float  # KV cache usage (0..1), including prompts booked since the last reading.
     kv_tokens: int | None  # Size of the KV cache in tokens.
     look_ahead: int  # Sequences that may be in flight above `limit`.
@@ -30,7 +30,7 @@ class View(Struct, frozen=True):
     reading: Reading | None  # The last reading, or None if it is stale.
     warmth: float = 1.0  # Share (0..1] of `limit` that the backend should get during slow start.
     highest_ceiling: float = 1.0  # Ceiling of the highest band.
-    proven_load: int = 0  # Sequences that ran at once, here or on another engine of the pool; 0 if unknown.
+    proven_load: int = 0  # Sequences that the engine certainly runs at once (`BatchLimit.proven_with`); 0 if unknown.
     # Most seconds of prefill that unfinished prompts on the backend may need in sum; None: no bound.
     prompt_window_s: float | None = None
     probed: bool = False  # Whether the backend is ejected, the pause is over, and one request is to test it.
@@ -43,7 +43,7 @@ class View(Struct, frozen=True):
 
     @property
     def doubtful(self) -> bool:
-        """Whether one more sequence might wait inside the engine, because the engine was never seen to run so many."""
+        """Whether one more sequence might wait inside the engine, which is not proven to run so many."""
         return 0 < self.proven_load <= self.load
 
     def slots(self, ceiling: float) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 KEEP = 0.98  # Factor by which each observation discounts the earlier ones: about the last fifty count.
 OUTLIER = 4.0  # An observation is clipped to this multiple of the expected value.
 GUESS_WEIGHT = 0.1  # Weight of each point of the initial guess. An observation has weight 1.
-SPREAD_MIN = 1e-3  # Least variance of x, as a share of the mean of x squared. Nearly equal x do not determine a slope.
+SPREAD_MIN = 1e-3  # Least variance of x, as a share of the mean square of x. Nearly equal x do not determine a slope.
 
 USUAL_TOKENS = 4_000.0  # The `scale` of a line whose x is prompt tokens.
 JITTER_S = 0.02  # The part of a prediction error that does not grow with the time, such as the time of an engine step.
@@ -21,7 +21,7 @@ class LearnedLine:
 
     def __init__(self, base: float, slope: float, scale: float, jitter: float, steep: float = 0.0) -> None:
         self._jitter = jitter  # The part of an error that does not grow with y.
-        self._steep = steep  # Lower bound of slope / base, for times that do not grow with x.
+        self._steep = steep  # Lower bound of slope / base, in case that the observed times do not grow with x.
         self._n = self._x = self._xx = self._y = self._xy = 0.0
         self.base, self.slope = base, slope
         self.seen = -2  # The two points of the guess do not count.

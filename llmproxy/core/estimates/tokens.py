@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from llmproxy.core.domain import RequestFacts, Usage
 
 BYTES_PER_TOKEN = 4.0  # Bytes per token of English text with common tokenizers, used until a model's first `usage`.
-OUTPUT_TOKENS = 256.0  # Assumed length of the first answer of a model, corrected while the answer streams.
+OUTPUT_TOKENS = 256.0  # Output tokens per sequence, assumed until a model's first `usage`.
 GAIN = 0.05
 MODELS_MAX = 10_000
 CONTEXT_TOKENS_MAX = 1 << 24  # Longest accepted context, and the context of a backend that publishes none.
@@ -54,8 +54,8 @@ class Estimator:
     def learn(self, model: str, prompt_bytes: int | None, sequences: int | None, usage: Usage) -> None:
         """Learns from the `usage` of an answer.
 
-        `prompt_bytes` is None if the prompt was token ids. `sequences` is None if the engine generates no tokens, as
-        for embeddings.
+        `prompt_bytes` is None if the prompt was token ids. `sequences` is None if the answer shows no whole sequences:
+        their number is unknown, the answer is the rest of a stream, or no tokens are generated, as for embeddings.
         """
         learned = self._models.get(model)
         if learned is None:

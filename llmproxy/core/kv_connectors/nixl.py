@@ -14,9 +14,10 @@ from msgspec.json import Decoder
 from llmproxy.core.kv_connectors.connector import KvConnector, NotHandedOver, Parameters, connectors
 
 AGE_MAX_S = 10.0
-"""Maximum age of parameters that are used. The lease of the blocks begins with the answer of the prefill engine, and is
-extended only once the decode engine has the request. After the lease, the decode engine would read the blocks of
-another prompt, answer 200 with a wrong text, and keep the wrong blocks in its cache."""
+"""Maximum age of parameters that are used; a third of the lease if that is less. The lease of the blocks begins with
+the answer of the prefill engine, and is extended only once the decode engine has the request. After the lease, the
+decode engine would read the blocks of another prompt, answer 200 with a wrong text, and keep the wrong blocks in its
+cache."""
 
 
 class _Answer(Struct):

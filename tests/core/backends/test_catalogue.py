@@ -64,6 +64,12 @@ def test_a_backend_joins_two_pools_and_its_removal_parts_them() -> None:
     assert names.names == {"x": {"x"}, "y": {"y"}}
 
 
+def test_a_model_of_external_backends_alone_has_an_entry() -> None:
+    names = catalogue(aliases={"cheap": "far"})
+    names.external = frozenset({"far"})
+    assert names.model("cheap") == {"id": "cheap", "object": "model", "root": "far", "parent": None}
+
+
 def test_adapters_join_nothing() -> None:
     names = listed(a=listing("lora"), b=listing("lora", base="other"))
     assert names.pools == ("base", "other")

@@ -176,6 +176,7 @@ def stuck_after_s(
             detection.read(name, reading(now, running=shown, waiting=seen - shown, generated=counts[name]), seen)
         if (hang := detection.outliers(now)[0].get("a")) is not None:
             began_s = now - 4.0
+            assert hang.why(now).endswith(" s, no token generated, answers owed: 4")
             assert sorted(detection.give_up("a", hang, now)) == sorted(under_way["a"]), "they may be tried elsewhere"
             break
     return began_s
