@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -43,6 +43,8 @@ EMPTY_TIMES = 4
 
 Whole services sometimes vanish from DNS by mistake.
 """
+
+OBJECTS = "objects of the inference extension"  # Name of the source of `ExtensionObjects`.
 
 Address = tuple[str, int]
 LookUp = Callable[[str, int], Awaitable[list[Address]]]
@@ -185,16 +187,16 @@ class _Running:
 class Discovery:
     """Queries each source of backends at its own interval, and updates the registry, from `reconfigure` until `close`.
 
-    `expects` is called with True while any source, or the inference extension, has not answered, so that requests for
-    unlisted models wait, and with False afterwards. `on_query` gets the source of each query and whether it succeeded.
-    The first of `look_ups` is for addresses (A and AAAA records), the second for SRV records. `take_entries` gets the
-    configuration entries from InferenceObjectives and InferenceModelRewrites.
+    `expects` gets the sources that have not answered (the inference extension counts as one), so that requests for
+    unlisted models wait for them. `on_query` gets the source of each query and whether it succeeded. The first of
+    `look_ups` is for addresses (A and AAAA records), the second for SRV records. `take_entries` gets the configuration
+    entries from InferenceObjectives and InferenceModelRewrites.
     """
 
     def __init__(
         self,
         registry: BackendRegistry,
-        expects: Callable[[bool], None],
+        expects: Callable[[Collection[str]], None],
         on_query: Callable[[str, bool], None],
         look_ups: tuple[LookUp, LookUp],
         take_entries: Callable[[Entries], None] = lambda _: None,
@@ -236,7 +238,7 @@ class Discovery:
         self._report_expected()
 
     def _report_expected(self) -> None:
-        self._expects(bool(self._unanswered) or self.objects.awaited)
+        self._expects(self._unanswered | ({OBJECTS} if self.objects.awaited else set()))
 
     def _looked_up(self, template: BackendConfig, chosen: DiscoveryConfig) -> Callable[[], BackendSource]:
         if template.url.startswith(KUBERNETES):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -284,9 +284,9 @@ class Dispatcher:
         self._wake_nameless()
         self._decide_soon()
 
-    def expects_backends(self, expected: bool) -> None:
-        """Records whether discovery may still add backends, so that a backend for an unknown model name may appear."""
-        self.pools.catalogue.expecting = expected
+    def expects_backends(self, sources: Collection[str]) -> None:
+        """Records the sources that discovery still waits for, so that a backend for an unknown name may appear."""
+        self.pools.catalogue.expecting = sources
         self.reconsider()
 
     def leaves(self, backend: str, *, moves: bool = False) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -336,7 +336,7 @@ async def test_a_backend_drained_in_the_predecessor_joins_drained_once(registry:
 
 
 async def test_changed_sources_are_asked_again_and_removed_ones_leave(registry: BackendRegistry) -> None:
-    expected: list[bool] = []
+    expected: list[Collection[str]] = []
     looks: list[tuple[str, bool]] = []
     names = Names([A])
     found = Discovery(registry, expected.append, lambda name, ok: looks.append((name, ok)), (names, names))
@@ -345,9 +345,9 @@ async def test_changed_sources_are_asked_again_and_removed_ones_leave(registry: 
         return Config.model_validate({"backends": [{"url": "dns+http://vllm.svc:8000", **given}]})
 
     found.reconfigure(config())
-    assert expected == [True]
+    assert expected == [{"dns+http://vllm.svc:8000"}]
     await until(lambda: looks)
-    assert expected[-1] is False
+    assert not expected[-1]
     assert known(registry) == {"127.0.0.8:1": ("dns+http://vllm.svc:8000", "http://127.0.0.8:1")}
     found.reconfigure(config())
     assert looks == [("dns+http://vllm.svc:8000", True)]
@@ -395,16 +395,16 @@ async def test_a_file_that_could_not_be_used_is_read_again_until_it_can(
     monkeypatch.setattr("llmproxy.backends.discovery.asyncio.sleep", lambda _: real_sleep(0))
     listed, ca = tmp_path / "backends.json", tmp_path / "ca.pem"
     listed.write_text(json.dumps({"backends": [{"name": "a", "url": "https://127.0.0.1:1", "tls": {"ca": str(ca)}}]}))
-    expected: list[bool] = []
+    expected: list[Collection[str]] = []
     looks: list[bool] = []
     found = Discovery(registry, expected.append, lambda _, ok: looks.append(ok), (Names([]), Names([])))
     with capture_logs() as logs:
         found.reconfigure(Config.model_validate({"discovery": {"file": str(listed)}}))
         await until(lambda: len(looks) >= 3)
-        assert expected == [True]
+        assert expected == [{"file"}]
         trustme.CA().cert_pem.write_to_path(str(ca))
         await until(lambda: looks[-1])
-        assert expected[-1] is False
+        assert not expected[-1]
         assert known(registry).keys() == {"a"}
         # Nothing can see a change of permissions in size, place and time of a file.
         read = load_backends

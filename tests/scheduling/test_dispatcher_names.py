@@ -95,7 +95,7 @@ async def test_a_listing_wakes_only_requests_for_its_names() -> None:
     tasks = [asyncio.create_task(one.resolve(name, 30.0, 1)) for name in names]
     await turns()
     seen = looks(one)
-    one.expects_backends(False)
+    one.expects_backends(())
     one.reconsider()
     await turns()
     assert seen == [], "nothing has turned up"

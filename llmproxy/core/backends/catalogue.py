@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -59,7 +59,7 @@ class Catalogue:
         self.unlisted: Mapping[str, str] = {}
         self.external: frozenset[str] = frozenset()  # Models that external backends serve. Replicas may serve them too.
         self._silent: set[str] = set()  # Backends of `_unread` whose polls failed.
-        self.expecting = False  # Whether discovery will still add backends.
+        self.expecting: Collection[str] = ()  # Sources that have not answered, and may add backends.
         self.ever_read = False  # Whether any backend was read since the start of the process.
         self.revision = 0  # Increases whenever `targets` or `pools` may have changed.
 

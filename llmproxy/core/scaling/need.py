@@ -37,6 +37,7 @@ SIGMAS = 2.0  # Standard deviations of a Poisson process. A larger change of the
 ENDED_MIN = 30  # Number of answers after which the computed number of replicas is trusted.
 FULL_S = 10.0  # Seconds of uninterrupted waiting, with every replica full, after which the load is not a burst.
 TURNS = 8
+PRESENT = "unknown"  # The reason for as many replicas as there are, while nothing is known of the load.
 DIGITS = 2  # KEDA truncates numbers after three digits. With two digits it computes the same whole number of replicas.
 
 
@@ -222,7 +223,7 @@ def _unchanged(up: int, full: int, demand: Demand, settings: ScalingSettings, wa
         need = round(full / settings.utilisation, DIGITS)
         desired, reason = _bounded(ceil(need), "queue", settings)
     else:
-        desired, reason = max(up, settings.min, 1 if waiting else 0), "queue" if waiting and not up else "unknown"
+        desired, reason = max(up, settings.min, 1 if waiting else 0), "queue" if waiting and not up else PRESENT
     return Need(desired, need or float(desired), reason, False, up, {}, 0.0, 0.0, None, waiting, 0.0, start_s)
 
 

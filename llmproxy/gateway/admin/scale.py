@@ -13,7 +13,7 @@ from typing import Any
 from aiohttp import web
 
 from llmproxy.core.pools import Pools
-from llmproxy.core.scaling.need import Need
+from llmproxy.core.scaling.need import PRESENT, Need
 from llmproxy.core.snapshot import EXTERNAL, BackendStatus
 from llmproxy.gateway.admin.debug import page_response, refusal
 
@@ -38,15 +38,15 @@ class ScalePages:
     def needs(self) -> dict[str, Need]:
         """Maps each pool to its need for replicas. The result is at most CACHE_S old.
 
-        Until each backend was polled once and one has answered, the result is empty, unless requests wait.
+        Until each source has answered, each backend was polled and one has answered, the number of present replicas is
+        unknown, so the result lacks the pools that would keep it. Numbers from the load count requests of this proxy,
+        which only known replicas serve.
         """
         now, catalogue = self._clock(), self._pools.catalogue
-        self._known = self._known or (catalogue.ever_read and catalogue.all_polled)
         if now >= self._needs_at_s + CACHE_S:
+            self._known = self._known or (catalogue.ever_read and catalogue.all_polled)
             needs = self._pools.needs(now)
-            if not self._known and not any(need.waiting for need in needs.values()):
-                return {}
-            self._needs = needs
+            self._needs = {pool: need for pool, need in needs.items() if self._known or need.reason != PRESENT}
             self._needs_at_s = now
         return self._needs
 
@@ -58,9 +58,8 @@ class ScalePages:
         needs, name = self.needs(), request.path.removeprefix(SCALE).strip("/")
         pool = self._pools.catalogue.pool_named(name)
         named = self._pools.settings.scaling.pools
-        if not needs and not self._known:
-            why = "some backends were not asked yet" if self._pools.catalogue.ever_read else "no backend has answered"
-            return refusal(503, f"Since the start of the proxy, {why}.", {"Retry-After": "5"})
+        if not self._known and (pool not in needs if name else not needs):
+            return refusal(503, self._why_unknown(), {"Retry-After": "5"})
         if name and pool not in needs:
             known = ", ".join(f"`{one}`" for one in sorted(needs)) or "none"
             return refusal(404, f"There is no pool `{name[:256]}`. Known pools: {known}; scaling.pools names others.")
@@ -69,6 +68,15 @@ class ScalePages:
         if name:
             return page_response(next(one for one in pages if one["pool"] == pool))
         return page_response({"pools": pages})
+
+    def _why_unknown(self) -> str:
+        catalogue = self._pools.catalogue
+        if catalogue.expecting:
+            sources = ", ".join(f"`{source}`" for source in sorted(catalogue.expecting))
+            why = f"these sources of backends have not answered: {sources}. `discovery_failed` in the log says why"
+        else:
+            why = "some backends were not polled" if catalogue.ever_read else "no backend has answered"
+        return f"The number of replicas is unknown: since the start of the proxy, {why}."
 
     def _states(self) -> dict[str, Counter[str]]:
         """Returns pool -> state -> number of backends, without external backends.

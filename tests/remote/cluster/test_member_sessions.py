@@ -771,7 +771,7 @@ async def test_a_call_of_the_next_connection_may_have_the_number_of_one_of_the_l
     """The leader has not noticed yet that the last connection is lost, and cancels its calls in the same turn."""
     async with world(1) as found:
         leader = found.leader
-        leader.dispatcher.expects_backends(True)
+        leader.dispatcher.expects_backends({"file"})
         hello = Hello(PROTOCOL, "0", "m1", "1", "", "config", 0)
         assert leader.cluster.sessions is not None
         session = leader.cluster.sessions.join(hello, LocalLink(lambda _: None))
