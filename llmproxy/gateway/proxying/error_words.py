@@ -21,6 +21,9 @@ _DEAD = re.compile(
     r"|background loop (?:has errored|is not running)",
     re.IGNORECASE,
 )
+# These sentences may have any code: vLLM's streams give some errors of the engine the code 400. No text of a client
+# begins a message with them.
+_DEAD_SENTENCE = re.compile(r"EngineCore encountered an issue|Background loop has errored")
 _DRAINING = "cannot schedule new futures"
 """Text in the answer with status 500 from a vLLM that is shutting down, although its /health is still 200."""
 ABORT = b'"abort"'
@@ -70,6 +73,8 @@ def event_cause(data: bytes, *, own_key: bool = True) -> Cause:
     if data == END_MARK or ABORTED.search(data):
         return Cause.DRAINING
     error = error_in(data) or {}
+    if _DEAD.search(str(error.get("type"))) or _DEAD_SENTENCE.match(str(error.get("message"))):
+        return Cause.ENGINE_DEAD
     for name in ("code", "status", "status_code"):
         number = str(error.get(name, ""))
         if re.fullmatch(r"[45]\d\d", number):

@@ -26,8 +26,10 @@ REJECTED = [
     '{"id":"1","choices":[],"error":{"message":"long","code":400}}',
     '{"error":"long","code":400}',
     '{"error":{"message":"tool `EngineDead` is unknown","type":"BadRequestError","code":400}}',
+    '{"error":{"message":"EngineDead is no tool","type":"BadRequestError","code":400}}',
     '{"error":{"message":"bad: EngineCore encountered an issue","type":"invalid_request_error"}}',
 ]
+DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 REPEATED = (
     '{"error":{"message":"The chat template failed on the messages of this request, which are: the engine is dead, it'
     ' cannot schedule new futures","code":500}}'
@@ -50,6 +52,11 @@ OTHERS = [
     ('{"error":{"message":"Background loop has errored already.","code":500}}', Cause.ENGINE_DEAD),
     ('{"error":{"message":"Internal error: AsyncEngineDeadError()","code":500}}', Cause.ENGINE_DEAD),
     (REPEATED, Cause.ERROR),
+    (f'{{"error":{{"message":"{DEAD}","type":"BadRequestError","param":null,"code":400}}}}', Cause.ENGINE_DEAD),
+    (f'{{"object":"error","message":"{DEAD}","type":"BadRequestError","code":400}}', Cause.ENGINE_DEAD),
+    (f'{{"error":{{"message":"EngineDeadError: {DEAD}","type":"EngineDeadError","code":503}}}}', Cause.ENGINE_DEAD),
+    ('{"error":{"message":"Background loop has errored already.","code":400}}', Cause.ENGINE_DEAD),
+    ('{"error":{"message":"no","type":"AsyncEngineDeadError","code":503}}', Cause.ENGINE_DEAD),
 ]
 
 
