@@ -259,7 +259,7 @@ class Adapters:
             self._tidy(change.name)
 
     def _tidy(self, name: str) -> None:
-        """Deletes a record without pending changes, and updates the adapters that will be loaded."""
+        """Deletes a record that concerns no backend any more, and updates `Catalogue.promised`."""
         record = self._record(name)
         if record is not None and not record.wanted and record.joining is None:
             del self._records[name]

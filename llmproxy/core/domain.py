@@ -194,7 +194,7 @@ class Reading(Struct, frozen=True):
     kv_tokens: int | None = None
     running_adapters: frozenset[str] = frozenset()  # From the newest `lora_requests_info`; more may be resident.
     max_adapters: int | None = None
-    deferred: int = 0  # The part of `waiting` that waits for KV blocks of another engine, not for a place.
+    deferred: int = 0  # The part of `waiting` that waits for KV blocks of another engine, not for a batch slot.
     generated: int | None = None  # Tokens generated since the engine's process began.
     engines: int = 1  # Number of engines whose tokens `generated` counts, such as data-parallel ranks.
 

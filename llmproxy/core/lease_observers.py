@@ -54,7 +54,7 @@ class ChargeObserver(LeaseObserver):
         self._min_shares = min_shares
         self._faults = faults
         self._charges: dict[int, _Charge] = {}
-        self.between: dict[str, float] = {}  # Request without a lease at the moment -> its charge so far.
+        self.between: dict[str, float] = {}  # Id of a request between two leases -> its charge so far.
 
     def booked(self, lease: LeaseRecord, now: float) -> None:
         request = lease.request

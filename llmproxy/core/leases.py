@@ -27,7 +27,7 @@ class LeaseRecord(Struct, eq=False):
     answers_on: Backend | None = None
     # For a decode stage, the backend from which the KV blocks are fetched; else None.
     prefilled_on: Backend | None = None
-    started: bool = False  # Whether the first token of the answer arrived.
+    started: bool = False  # Whether the event `Started` came.
     # Whether the lease runs on a replaced process, so it does not end with the new process.
     on_old_process: bool = False
 

@@ -29,8 +29,8 @@ FREE = {
 
 
 class MoneyObserver(LeaseObserver):
-    """Counts the cost of requests against the bounds of the day: the expected cost from the grant on, and the cost of
-    the real tokens at the end.
+    """Counts the cost of requests against `max_per_day` of their external backend: the expected cost from the grant
+    on, and the cost of the real tokens at the end.
     """
 
     def __init__(self, days: DayBudgets) -> None:

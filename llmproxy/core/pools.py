@@ -58,8 +58,8 @@ HEALTH_EVENTS_MAX = 1_000  # Maximum number of events in `Pools.health_events`. 
 class Pools:
     """A scheduler for each pool of the `Catalogue`, so that a saturated model cannot delay another model.
 
-    A backend belongs to no pool until its first model list. A pool keeps its scheduler while its model names change one
-    by one.
+    A backend belongs to no pool until its first model list. A pool keeps its scheduler as long as no change replaces
+    all of its model names.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from llmproxy.core.token_bucket import TokenBucket
 
 RETRY_RESERVE = 1024.0  # Burst of the retry budget: the batch of a dead backend, 1,024 in vLLM on large GPUs.
 RETRY_WAIT_MIN_S = 1.0  # Minimum queue time of a retry, because earlier waits may have used up the time.
-COMPUTED_MAX = 2  # Maximum number of engines that may start a request, which then is the likely cause.
+COMPUTED_MAX = 2  # Maximum number of engines that may start a request. If all fail, the request is the likely cause.
 PLANNED_MAX = 8
 """Maximum number of planned ends that are not counted as failed attempts of a request, because an engine might abort
 every answer. A rolling restart rarely hits a stream more than three times."""

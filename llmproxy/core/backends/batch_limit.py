@@ -1,4 +1,4 @@
-"""The batch limit of an engine, configured or learned from its metrics, because vLLM does not publish the limit."""
+"""The batch limit of an engine: configured, published, or learned, because vLLM rarely publishes it."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from math import exp
 
 from llmproxy.core.estimates.learning import follow, gain
 
-EMPTY_MAX = 0.005  # Mean share of a batch that may be empty. Less would make requests wait for little throughput.
+EMPTY_MAX = 0.005  # Maximum mean share of empty slots. A smaller one makes requests wait for little more throughput.
 SHARE_MAX = 4  # The look-ahead is at most the limit divided by this: requests in an engine cannot be moved.
 GAIN = 1 / 64  # Weight of a new reading in the mean, which then covers about 13 s.
 

@@ -56,7 +56,7 @@ class BackendStreams:
     ended_s: float = -inf  # When any request last ended.
 
     # Prefill time that may explain a silence.
-    computed_tokens: float = 0.0  # Uncached prompt tokens that the backend has computed so far.
+    computed_tokens: float = 0.0  # Uncached prompt tokens computed so far. Non-streamed requests count from the grant.
     prompts_s: float = 0.0  # Time that prefill may have taken until `prompts_until_s`.
     prompts_until_s: float = -inf  # When the backend last had no unstarted stream, sent a first byte, or was fast.
     whole_tokens: int = 0  # Prompt tokens of the answers in `whole`.

@@ -47,7 +47,7 @@ class View(Struct, frozen=True):
         return 0 < self.proven_load <= self.load
 
     def slots(self, ceiling: float) -> int:
-        """The number of sequences that may be in flight: share `ceiling` (0..1) of `limit`, and the look-ahead."""
+        """The number of sequences that may be in flight under `ceiling` (0..1]; see `slots_under`."""
         return slots_under(self.limit, ceiling, self.look_ahead, self.highest_ceiling)
 
     @property
