@@ -12,7 +12,7 @@ from llmproxy.core.backends.backend import Backend
 from llmproxy.core.backends.view import View, rooms
 from llmproxy.core.domain import DEFAULT, Decision, Grant, GrantReason, NoCapacity, Placed, WaitReason
 from llmproxy.core.leases import Leases
-from llmproxy.core.placement.first_fit import Fit, Later, Limited, Unmatched, first_fit, head, limited, passes_over
+from llmproxy.core.placement.first_fit import Fit, Limited, Unmatched, first_fit, head, limited, passes_over
 from llmproxy.core.placement.policy import NO_CAPACITY, could_serve
 from llmproxy.core.placement.staged import StagedPlacement, as_prefill
 from llmproxy.core.pool_backends import PoolBackends
@@ -20,7 +20,7 @@ from llmproxy.core.preemption import LOOK_MAX, Preemption
 from llmproxy.core.queueing.headroom import Headroom
 from llmproxy.core.queueing.min_share import MinShares
 from llmproxy.core.queueing.occupancy import DrainRate
-from llmproxy.core.queueing.queue import Queued
+from llmproxy.core.queueing.queue import Band, Queued
 from llmproxy.core.queueing.usage_limits import UsageLimits
 from llmproxy.core.queueing.waiting_room import WaitingRoom
 
@@ -28,6 +28,7 @@ LOOK_AGAIN = 8  # `Pass.most / LOOK_AGAIN` requests of a band that wait for a fu
 PASS_MAX = 64  # Maximum number of steps of a pass, so that a mass release never blocks the event loop.
 PASS_LEAST = 8  # The maximum number of steps falls with the number of backends, but not below this.
 PASS_PRICES = 512  # Maximum of steps times backends, unless PASS_LEAST allows more steps.
+LINES_A_STEP = 64  # A search that walks over so many flows takes about as long as a step.
 
 
 class Parts(Struct, frozen=True):
@@ -52,7 +53,8 @@ class Pass(Struct):
     views: list[View]
     decisions: list[Decision]
     most: int  # Maximum of `steps`.
-    steps: int = 0  # Requests granted, blocked, readmitted or assigned to a backend without room so far.
+    # Requests granted, blocked, readmitted or assigned to a backend without room so far, and flows / LINES_A_STEP.
+    steps: int = 0
     outdated: Sequence[Backend] = ()  # Backends booked last, whose views are refreshed before the next placement.
     blocked: bool = False  # Whether no backend has room for any request.
     # Bands whose requests fit on no backend, even within the minimum share of the band.
@@ -82,8 +84,7 @@ class Pass(Struct):
                     # Lower bands have lower ceilings, so they find no room either.
                     return
                 if granted is None and not self._readmit(level):
-                    later = WaitReason.LATER if self.parts.room.claims.by_backend else WaitReason.NO_MATCH
-                    self.parts.room.set_wait_reason(level, later, self.now)
+                    self.parts.room.set_wait_reason(level, WaitReason.NO_MATCH, self.now)
                     break
             if self.steps >= self.most or self.blocked:
                 return
@@ -148,26 +149,38 @@ class Pass(Struct):
         views = self.views if guaranteed else self.parts.headroom.views_for(level, self.views, self.now)
         placement, limits = self.parts.placement, self.parts.limits
         while True:
-            found: Fit | Limited | Later | NoCapacity | None
+            found: Fit | Limited | NoCapacity | None
+            assigned = 0
             if kept:
                 found = limited(head(band, self.now), limits) or NO_CAPACITY
             else:
                 # `any_below` counts blocked requests, which may be readmitted in this pass and take the declined room.
                 patient = len(self.parts.room.waiting) == 1 or not self.parts.room.any_below(level)
+                unmatched.later_most = max(1, self.most - self.steps)
                 found = first_fit(band, placement, views, ceiling, limits, unmatched, self.now, patient=patient)
-            if isinstance(found, Later):
-                band.wait_for(found.queued, found.found)
-            elif isinstance(found, Limited):
+                assigned = self._note_search(band, unmatched)
+            if isinstance(found, Limited):
                 # A usage limit of the request is full, so it leaves the flow until the limit has room.
                 self.parts.room.block(found.queued, found.limit)
-            else:
+                self.steps += 1
+            elif found is not None or not assigned:
+                # Without a match, a further search tries the requests behind the assigned ones.
                 break
-            self.steps += 1
             if not band.size or self.steps >= self.most:
                 return None
         if not isinstance(found, Fit):
             return found
         return self._book(found, guaranteed)
+
+    def _note_search(self, band: Band, unmatched: Unmatched) -> int:
+        """Counts the steps of a search, and returns how many requests it assigned to backends without room."""
+        assigned = len(unmatched.later)
+        for queued in unmatched.later:
+            band.sort(queued)
+        unmatched.later.clear()
+        self.steps += assigned + unmatched.lines // LINES_A_STEP
+        unmatched.lines %= LINES_A_STEP
+        return assigned
 
     def _book(self, found: Fit, guaranteed: bool) -> Grant:
         """Books a lease for a request on the backend that was chosen, and adds the Grant to `decisions`."""

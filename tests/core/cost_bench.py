@@ -44,7 +44,7 @@ class CostBench:
         found = self.cost.place(asked, views, ceiling, NONE, self.now)
         if isinstance(found, NoMatch):
             assert found.later
-            self.claims.add(asked, found)
+            self.claims.add(asked, found, self.now)
             return True
         assert isinstance(found, Placed)
         return False
@@ -57,7 +57,7 @@ class CostBench:
 
     def take(self, asked: Request, placed: Placed) -> int:
         self.leases += 1
-        if any(asked.id in claims for claims in self.claims.by_backend.values()):
+        if asked.id in self.claims.backends:
             self.claims.drop(asked.id)
         self.cost.booked(self.leases, asked, placed, self.now)
         return self.leases

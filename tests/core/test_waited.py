@@ -11,6 +11,7 @@ from llmproxy.core.domain import (
     Grant,
     NoMatch,
     Outcome,
+    Request,
     Trouble,
     Verdict,
     Waited,
@@ -113,6 +114,17 @@ def test_the_full_backend_is_named_that_was_worth_waiting_for() -> None:
     submit(of, request(deadline_s=2.0))
     assert grants(of, 0.0) == []
     assert only_drop(of, 2.0).waited == Waited(f"{WaitReason.LATER}: a")
+
+
+def test_request_without_a_backend_waits_for_none_if_others_wait_for_a_full_one() -> None:
+    class Chooses(Placement):
+        def place(self, request: Request, *_: object) -> NoMatch:
+            return NoMatch(whole_model=False, later="" if request.id == "none" else "a")
+
+    of = pools({"a": 1}, tight(), placements=Chooses)
+    submit(of, request(flow="f", deadline_s=9.0), request(id="none", flow="g", deadline_s=2.0))
+    assert grants(of, 0.0) == []
+    assert only_drop(of, 2.0).waited == Waited(WaitReason.NO_MATCH)
 
 
 # --- requests without a backend -------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ class CostPlacement(Placement):
     - `queue`: until the backend has computed its earlier prompts; longer if the oldest of them is overdue.
     - `prefill`: to compute the uncached part of the prompt.
     - `adapter`: to load an adapter, or to wait for an adapter slot.
-    - `slot`: until a full backend has a free slot, or a closed backend takes prompts again.
+    - `slot`: until a full backend has a free slot, or objectives no longer ration its prompts.
     - `stream`: for the rest of the answer, weighted by `STREAM`.
     - `harm`: the slowdown of the streams on the backend, weighted by `STREAM`, and the delay of later requests, which
       grows with the share of time that the backend spends on prompts.
@@ -65,7 +65,7 @@ class CostPlacement(Placement):
 
     A backend is closed to prompts while it has enough prompts, or while prompts take more of its time than the
     objectives of its streams allow (`BackendLoad.opens_at`). If a full or closed backend is the cheapest, the request
-    waits for it, behind the requests that already wait for it. Later requests may take free slots elsewhere. Speeds are
+    waits for it, at most about as long as that backend saves. Later requests may take free slots elsewhere. Speeds are
     learned for the pool, and for each backend relative to the pool.
     """
 

@@ -36,13 +36,6 @@ class Limited(Struct, frozen=True):
     limit: str
 
 
-class Later(Struct, frozen=True):
-    """The next request, which is better served later, by a backend that has no room now."""
-
-    queued: Queued
-    found: NoMatch
-
-
 class Unmatched(Struct):
     """Requests that found no backend in this scheduling pass.
 
@@ -53,6 +46,9 @@ class Unmatched(Struct):
     from_tokens: dict[tuple[str, frozenset[str]], int] = {}
     looks: int = 0  # How many more requests that wait for a chosen backend are tried again.
     closed: set[str] = set()  # Backends without room that requests wait for.
+    later: list[Queued] = []  # Requests that wait for such a backend since the last call, for `Band.sort`.
+    later_most: int = 0  # Maximum length of `later`.
+    lines: int = 0  # Lines that were walked since the last call.
     # Requests without a match that failed on other backends before.
     retries: list[Queued] = []
 
@@ -83,13 +79,14 @@ def first_fit(
     now: float,
     *,
     patient: bool,
-) -> Fit | Limited | Later | NoCapacity | None:
+) -> Fit | Limited | NoCapacity | None:
     """Returns the next request of `band` with its backend; None if no request can use the free slots.
 
-    Returns Limited if the next request waits for a usage limit or for its only backend, and Later if it should wait for
-    a backend without room. Returns NoCapacity if no backend has a free slot for the band. Requests that match no
-    backend are added to `unmatched`. Of the requests that already wait for a backend without room, `unmatched.looks`
-    are tried again, and at least the first for each such backend; all of them if not `patient`.
+    Returns Limited if the next request waits for a usage limit or for its only backend. Returns NoCapacity if no
+    backend has a free slot for the band. Requests that match no backend are added to `unmatched`. So are requests that
+    should wait for a backend without room (`later`); the search ends when there are `later_most` of them. Of the
+    requests that waited for such a backend before, `looks` are tried again, and at least the first for each such
+    backend; all of them if not `patient`.
 
     Each request is tried on: 1. a backend that needs a probe, if `patient`; 2. for a band above `default`, the backends
     of step 3 that are not `doubtful`; 3. backends that need no probe and have not used up their share in slow start; 4.
@@ -109,6 +106,7 @@ def first_fit(
     lines = band.lines(now, unmatched.closed if patient and not unmatched.looks else NONE_CLOSED)
     try:
         for line in lines:
+            unmatched.lines += 1
             if unmatched.from_tokens and unmatched.covers_all(band):
                 # There may be thousands of flows.
                 break
@@ -145,7 +143,10 @@ def first_fit(
                     if queued.later and unmatched.looks:
                         unmatched.looks -= 1
                     if queued.later != placed.later:
-                        return Later(queued, placed)
+                        band.wait_for(queued, placed, now)
+                        unmatched.later.append(queued)
+                        if len(unmatched.later) >= unmatched.later_most:
+                            return None
                     continue
                 unmatched.add(queued, placed)
                 passed_over += 1

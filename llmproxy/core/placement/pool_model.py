@@ -160,13 +160,19 @@ class PoolModel:
         return prices
 
     def _slot_s(self, request: Request, view: View, ceiling: float, answer_s: float, now: float) -> float:
-        """Returns the seconds until a backend takes this request, after the requests that already wait for it."""
-        before, prompts_s = self.claims.before(request, view.backend)
+        """Returns the seconds until a backend takes this request, if the others that wait for it come first.
+
+        A request that waits already is expected to wait at least as long again. So it waits about as long as the
+        backend saves, and then takes another (the rule of ski rental), even if others overtake it all the time.
+        """
+        others, prompts_s = self.claims.others(request, view.backend)
         if view.has_room(ceiling):
             until_s = self.load_of(view.backend).rationed_until(self.rates, request.band, ceiling, now)
-            return until_s - now + prompts_s
-        waiting = max(0, view.load - min(view.limit, view.slots(ceiling))) + before + 1
-        return waiting * answer_s / max(1, view.load)
+            slot_s = until_s - now + prompts_s
+        else:
+            waiting = max(0, view.load - min(view.limit, view.slots(ceiling))) + others + 1
+            slot_s = waiting * answer_s / max(1, view.load)
+        return max(slot_s, self.claims.waited_s(request, view.backend, now))
 
     def learned(self, backends: Iterable[str], now: float) -> Learned:
         rates = self.rates

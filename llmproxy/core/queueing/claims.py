@@ -12,35 +12,48 @@ class Claims:
     """
 
     def __init__(self) -> None:
-        self.by_backend: dict[str, dict[str, tuple[int, float]]] = {}
-        """Backend -> (request id -> (band, seconds of its prompt)), in the order of the claims."""
-        self._backends: dict[str, str] = {}  # Request id -> backend.
+        self.backends: dict[str, str] = {}
+        """Request id -> the backend for which the request waits."""
+        # Request id -> (band, seconds of its prompt, time of its first claim).
+        self._own: dict[str, tuple[int, float, float]] = {}
+        # Backend -> band -> (number of requests, seconds of their prompts).
+        self._sums: dict[str, dict[int, tuple[int, float]]] = {}
 
-    def add(self, request: Request, found: NoMatch) -> None:
+    def add(self, request: Request, found: NoMatch, now: float) -> None:
         """Records that `request` waits for the backend `found.later`, and for no other."""
-        if request.id in self._backends:
+        if request.id in self.backends:
             # It waited for another backend.
+            now = self._own[request.id][2]
             self.drop(request.id)
-        self._backends[request.id] = found.later
-        self.by_backend.setdefault(found.later, {})[request.id] = request.band, found.prefill_s
+        bands = self._sums.setdefault(found.later, {})
+        count, prompts_s = bands.get(request.band, (0, 0.0))
+        bands[request.band] = count + 1, prompts_s + found.prefill_s
+        self.backends[request.id], self._own[request.id] = found.later, (request.band, found.prefill_s, now)
 
     def drop(self, request_id: str) -> None:
-        backend = self._backends.pop(request_id)
-        claims = self.by_backend[backend]
-        del claims[request_id]
-        if not claims:
-            del self.by_backend[backend]
+        backend, (band, prefill_s, _) = self.backends.pop(request_id), self._own.pop(request_id)
+        bands = self._sums[backend]
+        count, prompts_s = bands[band]
+        if count > 1:
+            bands[band] = count - 1, prompts_s - prefill_s
+        elif len(bands) > 1:
+            del bands[band]
+        else:
+            del self._sums[backend]
 
-    def before(self, request: Request, backend: str) -> tuple[int, float]:
-        """Returns the number of claims on `backend` before the claim of `request`, and the seconds of their prompts.
+    def others(self, request: Request, backend: str) -> tuple[int, float]:
+        """Returns how many other requests of its band and above wait for `backend`, and the seconds of their prompts.
 
-        Claims of lower bands are not counted. Without a claim, `request` comes after all claims.
+        Any of them may get the backend before `request`: fairness and ordering decide about that later.
         """
         count, prompts_s = 0, 0.0
-        for request_id, (band, prefill_s) in self.by_backend.get(backend, {}).items():
-            if request_id == request.id:
-                break
+        for band, (requests, seconds) in self._sums.get(backend, {}).items():
             if band >= request.band:
-                count += 1
-                prompts_s += prefill_s
-        return count, prompts_s
+                count, prompts_s = count + requests, prompts_s + seconds
+        if count and self.backends.get(request.id) == backend:
+            count, prompts_s = count - 1, prompts_s - self._own[request.id][1]
+        return count, max(0.0, prompts_s)
+
+    def waited_s(self, request: Request, backend: str, now: float) -> float:
+        """Returns for how long `request` has waited for backends without room, 0 if it does not wait for `backend`."""
+        return now - self._own[request.id][2] if self.backends.get(request.id) == backend else 0.0

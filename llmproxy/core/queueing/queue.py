@@ -111,6 +111,10 @@ class _Line:
             before = None if before is None or below is None else before + below
         return before
 
+    def waits_for(self, closed: Set[str]) -> bool:
+        """Returns whether all requests are known to wait for backends in `closed`. Cheaper than opening `first`."""
+        return all(backend in closed for _, backend in self.heaps)
+
     def first(self, closed: Set[str] = NONE_CLOSED) -> Generator[Queued, None, None]:
         if len(self.heaps) == 1 and not closed:
             (heap,) = self.heaps.values()
@@ -245,12 +249,13 @@ class Band:
             if line.head() is not before:
                 self._report_head(queued.request.flow, line)
 
-    def wait_for(self, queued: Queued, found: NoMatch) -> None:
-        """Records that a request waits for the backend `found.later`, so that `lines` can omit it."""
-        if queued.later == found.later:
-            return
-        self._claims.add(queued.request, found)
+    def wait_for(self, queued: Queued, found: NoMatch, now: float) -> None:
+        """Records that a request waits for the backend `found.later`. `sort` must follow when no line is open."""
+        self._claims.add(queued.request, found, now)
         queued.later = found.later
+
+    def sort(self, queued: Queued) -> None:
+        """Moves a request to the heap of the backend for which it waits, so that `lines` can omit it."""
         if queued.request.continued:
             self._continued.put(queued, queued.key)
         elif self._only is None:
@@ -281,8 +286,12 @@ class Band:
     def _lines_of(self, flows: Iterator[str], closed: Set[str]) -> Generator[Iterable[Queued], None, None]:
         try:
             for flow in flows:
-                with closing(self._lines[flow].first(closed)) as line:
-                    yield line
+                line = self._lines[flow]
+                if closed and line.waits_for(closed):
+                    yield ()
+                    continue
+                with closing(line.first(closed)) as first:
+                    yield first
         finally:
             # A policy may return any iterator. An iterator over a heap puts its entries back when closed.
             if (close := getattr(flows, "close", None)) is not None:

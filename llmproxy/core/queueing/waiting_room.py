@@ -155,7 +155,8 @@ class WaitingRoom:
             decided_s, reason = self._wait_reasons.get(queued.request.band, (-inf, WaitReason.FULL))
             if decided_s < since_s:
                 return None
-            rule = f"{reason}: {queued.later}" if reason is WaitReason.LATER and queued.later else reason.value
+            by_choice = reason is WaitReason.NO_MATCH and queued.later
+            rule = f"{WaitReason.LATER}: {queued.later}" if by_choice else reason.value
         elif line.startswith(OF_BACKEND):
             rule = f"{line.removeprefix(OF_BACKEND)}, which alone can serve it, has no room"
         else:
@@ -259,5 +260,4 @@ class WaitingRoom:
         assert sorted(queued + blocked) == sorted(self.waiting), "the bands and the index of waiting requests differ"
         assert set(self._labels.values()) <= self.waiting.keys(), "a request that left is still known by its label"
         assert not any(one.gone for one in self.waiting.values()), "a request that left is still waiting"
-        claimed = {one: backend for backend, claims in self.claims.by_backend.items() for one in claims}
-        assert claimed == {one.request.id: one.later for one in self.waiting.values() if one.later}
+        assert self.claims.backends == {one.request.id: one.later for one in self.waiting.values() if one.later}

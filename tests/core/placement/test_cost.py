@@ -329,6 +329,18 @@ def test_full_home_is_waited_for_if_it_answers_sooner(output_tokens: int, waits:
     assert bench.place(chain(1_000, 300), FULL_AND_OTHER).backend == "other"
 
 
+def test_request_waits_no_longer_than_its_home_saves() -> None:
+    """Other requests may get each slot first."""
+    bench, asked = CostBench(), chain(0, 300, output_tokens=100)
+    bench.serve(chain(0, 300), "home")
+    assert bench.waits(asked, FULL_AND_OTHER)
+    saved_s = bench.terms(asked, FULL_AND_OTHER[1])["prefill"]
+    bench.now += 0.8 * saved_s
+    assert bench.waits(asked, FULL_AND_OTHER)
+    bench.now += 0.8 * saved_s
+    assert bench.place(asked, FULL_AND_OTHER).backend == "other"
+
+
 def test_full_home_with_many_waiting_is_not_waited_for() -> None:
     bench = CostBench()
     bench.serve(chain(0, 300), "home")

@@ -25,7 +25,7 @@ from llmproxy.core.lease_events import Returned, Started
 from llmproxy.core.placement.policy import NO_MATCH, NO_MATCH_FOR_MODEL, Placement
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.queue import Band, Queued
-from llmproxy.core.scheduling_pass import LOOK_AGAIN, PASS_MAX
+from llmproxy.core.scheduling_pass import LINES_A_STEP, LOOK_AGAIN, PASS_MAX
 from tests.core.make import DEFAULTS, grants, kill, listing, pools, reading, request
 
 PARTS = {"a": slice(1), "b": slice(2), "c": slice(1, 2)}
@@ -123,6 +123,21 @@ def test_requests_that_wait_for_a_backend_are_not_passed_over() -> None:
     of.submit(request(id="n", pool=of.pool_of("a"), model="n", flow="f0", arrived_s=99.0), 1.0)
     assert [grant.why.passed_over for grant in grants(of, 1.0)] == [0]
     assert placement.asked[:4] == ["m0", "m1", "m2", "n"]
+
+
+def test_pass_over_many_flows_that_wait_for_a_backend_is_short() -> None:
+    """Each grant walks over all flows before its own."""
+    flows = 5 * LINES_A_STEP
+    of, _ = waiting_for_a(flows, flows)
+    while grants(of) or of.next_wakeup(0.0) == 0.0:
+        pass
+    pool = of.pool_of("a")
+    for number in range(30):
+        of.submit(request(id=f"n{number}", pool=pool, model="n", flow=f"n{number}", arrived_s=1_000.0), 1.0)
+    counts = []
+    while sum(counts) < 30:
+        counts.append(len(grants(of, 1.0)))
+        assert 0 < counts[-1] <= PASS_MAX // 5
 
 
 def test_request_that_waits_for_a_backend_goes_elsewhere_when_that_is_down() -> None:
