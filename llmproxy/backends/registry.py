@@ -149,11 +149,11 @@ class BackendRegistry:
         _cancel_move(member)
 
     def drain_on_join(self, names: Iterable[str]) -> None:
-        """Drains these backends when they are added.
+        """Sets the backends that are drained when they are added. Earlier names that are not in `names` are forgotten.
 
         They were drained in the previous process, or the leader of the cluster announces them as drained.
         """
-        self._drained_before.update(names)
+        self._drained_before = set(names)
 
     def restore_limits(self, known: Mapping[str, KnownLimit]) -> None:
         """Sets batch limits that an earlier process learned, also for backends that are added later.

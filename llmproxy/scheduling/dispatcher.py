@@ -394,8 +394,8 @@ class Dispatcher:
     def drain(self, *, finish_waiting: bool = False, admitting: bool = False) -> None:
         """Refuses new and waiting requests with the outcome `draining`. Leases go on.
 
-        With `finish_waiting`, waiting requests and their further attempts are still granted, until a second call
-        without it. With `admitting`, new requests are still admitted: those of other members of a cluster.
+        With `finish_waiting`, requests in waiting rooms and their further attempts are still granted, until a second
+        call without it. With `admitting`, new requests are still admitted: those of other members of a cluster.
         """
         self.draining, self.admitting = True, admitting
         self._wake_nameless()

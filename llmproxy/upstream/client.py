@@ -24,7 +24,7 @@ from llmproxy.upstream.port import Body, ConnectFailed, Headers, LocalFailure
 from llmproxy.upstream.tls import PeerTls
 
 IDLE_MAX_S = 4.0
-"""How long a connection may be idle before it is dropped. vLLM closes idle connections after exactly 5 s."""
+"""How long a connection may be idle and still be reused. vLLM closes idle connections after exactly 5 s."""
 
 IDLE_DROP_S = 0.1
 """About a round trip, in seconds.

@@ -1,4 +1,4 @@
-"""Resolves the host names of backends in the background, so that no request waits for a name server.
+"""Resolves the host names of backends in the background, so that requests wait only for the first answer about a name.
 
 Look-ups use the system's resolver (`/etc/hosts`, `resolv.conf`). If a name server does not answer, a look-up may take
 half a minute, and cannot be cancelled. Each look-up has its own thread, and each name has at most one look-up at a

@@ -335,6 +335,14 @@ async def test_a_backend_drained_in_the_predecessor_joins_drained_once(registry:
     assert registry.status("a").state == "down"
 
 
+async def test_a_drain_that_ends_before_the_backend_joins_is_forgotten(registry: BackendRegistry) -> None:
+    registry.drain_on_join(["a"])
+    registry.drain_on_join([])
+    assert registry.drained() == set()
+    registry.update("config", [BackendConfig(name="a", url="http://127.0.0.1:1")])
+    assert registry.status("a").state == "down"
+
+
 async def test_changed_sources_are_asked_again_and_removed_ones_leave(registry: BackendRegistry) -> None:
     expected: list[Collection[str]] = []
     looks: list[tuple[str, bool]] = []

@@ -275,7 +275,7 @@ class RetryConfig(Section):
     """Most further attempts for a request after its first attempt failed."""
     budget_ratio: Annotated[Number, Field(ge=0, le=1), _WITH_RETRIES] = 0.2
     """Most retries, as a share of all requests, beside a reserve of 1,024. With 0, only the reserve is left. Retries
-    after attempts that left no work in an engine do not count."""
+    after attempts that left no work in an engine do not count, but continued streams always do."""
     continue_: Annotated[str, one_of(CONTINUED), _WITH_RETRIES] = Field(default="safe", alias="continue")
     """Streams that another replica continues when their replica fails. off: none. safe: streams without options that
     depend on all tokens of the answer, such as `seed` and penalties. always: also streams with these options."""
