@@ -156,7 +156,7 @@ def _taken(record: Path, config: Config, trace: Path) -> _Taken:
             ended_s=arrival.at_s + line["duration_s"],
             ttft_s=line.get("ttft_s"),
             tpot_s=line.get("tpot_s"),
-            hit_tokens=line.get("cached_tokens", 0),
+            hit_tokens=line.get("cached_tokens"),
             output_tokens=arrival.output_tokens,
         )
         for arrival, line in zip(arrivals, lines, strict=True)
@@ -168,14 +168,7 @@ def _measured(records: Sequence[Record], fleet: SimulatedFleet, prefill_scale: f
     objectives = Objectives(fleet, prefill_scale)
     recorder = RunRecorder(max(record.arrived_s for record in records), ())
     for record in records:
-        ttft_slo_s, tpot_slo_s = objectives.for_arrival(record.arrival)
-        if record.ttft_s is not None:
-            in_time = record.ttft_s <= ttft_slo_s and (record.tpot_s or 0.0) <= tpot_slo_s
-        else:
-            # An answer in one piece has no first token that can be seen.
-            whole_s = ttft_slo_s + tpot_slo_s * (record.output_tokens - 1)
-            in_time = record.ended_s - record.arrived_s <= whole_s
-        record.met = in_time and record.outcome is Outcome.COMPLETED
+        record.met = objectives.met(record)
         recorder.add(record)
     return recorder.result(MEASURED, 1, 1.0, prefill_scale)
 
@@ -211,7 +204,8 @@ def _fitted(
         results.update((tried[index], finished.run) for index, finished in run_all(tasks, workers))
         return sorted(results, key=lambda speed: _error(measured, results[speed]))
 
-    near = simulate([_Speed(name, _step_ratio(taken, len(facts), profile)) for name, profile in PROFILES.items()])
+    real = {name: profile for name, profile in PROFILES.items() if name != "tiny"}
+    near = simulate([_Speed(name, _step_ratio(taken, len(facts), profile)) for name, profile in real.items()])
     scaled = [one._replace(scale=one.scale * tpot_s / (results[one].tpot_s.p50 or tpot_s)) for one in near[:FITS]]
     tried = [one._replace(prefill=prefill) for one in scaled for prefill in PREFILL_SCALES]
     simulate(tried)

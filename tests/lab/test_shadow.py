@@ -32,7 +32,7 @@ def record(folder: Path, arrivals: Sequence[Arrival] = (), late_s: float = 0.0) 
     on = replace(on, replicas=tuple(late))
     lines = [
         {
-            "at_s": one.arrived_s, "outcome": one.outcome.value, "status": 200, "model": "m", "stream": True,
+            "at_s": one.arrived_s, "outcome": one.outcome.value, "status": 200, "model": "m", "stream": not one.arrival.whole,
             "tenant": one.arrival.tenant, "prompt_tokens": one.arrival.prompt_tokens,
             "output_tokens": one.output_tokens, "duration_s": one.ended_s - one.arrived_s, "ttft_s": one.ttft_s,
             "tpot_s": one.tpot_s, "blocks": one.arrival.blocks,
@@ -104,6 +104,35 @@ def test_a_slow_way_to_the_engines_is_no_slow_prompt(tmp_path: Path) -> None:
     for tenant, _ in tenants:
         expected = runs["measured"][tenant].ttft_s.p50
         assert runs["round_robin, simulated"][tenant].ttft_s.p50 == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick")
+def test_whole_answers_do_not_slow_down_the_first_tokens_of_streams(tmp_path: Path) -> None:
+    arrivals = [
+        replace(one, tenant="one", prompt_tokens=4_000 if number % 2 else 200, whole=bool(number % 2), blocks=())
+        for number, one in enumerate(traffic(60, rate=2.0))
+    ]
+    record(tmp_path, arrivals)
+    predict(tmp_path, Config(), "round_robin", workers=1)
+    result = SimulationResult.model_validate_json((tmp_path / "result.json").read_bytes())
+    runs = {run.policy: run for run in result.runs}
+    measured, simulated = runs["measured"], runs["round_robin, simulated"]
+    assert simulated.ttft_s.p95 == pytest.approx(measured.ttft_s.p95, rel=0.1)
+    assert simulated.e2e_s.p95 == pytest.approx(measured.e2e_s.p95, rel=0.1)
+    assert simulated.prefill_scale == 1.0
+    assert "llama-8b-h100" in str(result.config["fleet"])
+
+
+def test_the_profile_of_no_real_model_is_not_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tried(tasks: Sequence[tuple[Simulation, Point]], _: int | None) -> NoReturn:
+        raise Unusable(" ".join(simulation.fleet.replicas[0].profile_name for simulation, _ in tasks))
+
+    monkeypatch.setattr(shadow, "run_all", tried)
+    record(tmp_path)
+    with pytest.raises(Unusable) as refused:
+        predict(tmp_path, Config(), "round_robin")
+    assert str(refused.value).split() == [name for name in PROFILES if name != "tiny"]
 
 
 def test_simulations_read_only_the_last_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,9 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from llmproxy.core.domain import Outcome
 from llmproxy.lab.fleet.spec import ReplicaSpec, SimulatedFleet
+from llmproxy.lab.results.record import Record
 from llmproxy.lab.simulator.engine.profiles import Profile
 from llmproxy.lab.traces.arrival import Arrival
 
@@ -87,6 +89,18 @@ class Objectives:
         if ttft_s is None:
             ttft_s = max(TTFT_LEAST_S, TTFT_FACTOR * self.unloaded_ttft_s(arrival.prompt_tokens))
         return ttft_s, self._tpot_s if tpot_s is None else tpot_s
+
+    def met(self, record: Record) -> bool:
+        """Returns whether the answer was completed within both objectives.
+
+        The first token of a whole answer is invisible, so it has the time of both objectives to its end.
+        """
+        if record.outcome is not Outcome.COMPLETED:
+            return False
+        ttft_slo_s, tpot_slo_s = self.for_arrival(record.arrival)
+        if record.ttft_s is None:
+            return record.ended_s - record.arrived_s <= ttft_slo_s + tpot_slo_s * (record.output_tokens - 1)
+        return record.ttft_s <= ttft_slo_s and (record.tpot_s or 0.0) <= tpot_slo_s
 
     def _unloaded_ttft_s(self, prompt_tokens: int) -> float:
         """Returns the time to first token on the fastest idle replica with an empty cache."""

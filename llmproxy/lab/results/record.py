@@ -27,16 +27,17 @@ class Record:
     attempts: int = 0
     preemptions: int = 0
     queue_wait_s: float | None = None
+    # None without a first token, and for a whole answer, which shows its client no first token.
     ttft_s: float | None = None
-    # Mean time per output token after the first; None for answers of one token.
+    # Mean time per output token after the first; None for answers of one token, and for whole answers.
     tpot_s: float | None = None
     # From the last grant to the first token.
     backend_ttft_s: float | None = None
     # Predictions of `backend_ttft_s` and `tpot_s` by the placement; None without predictions.
     predicted_ttft: Predicted | None = None
     predicted_tpot: Predicted | None = None
-    # Cached prompt tokens in the last attempt.
-    hit_tokens: int = 0
+    # Cached prompt tokens in the last attempt; None if its engine yielded no token.
+    hit_tokens: int | None = None
     output_tokens: int = 0
     # Whether the answer was completed within both objectives.
     met: bool = False

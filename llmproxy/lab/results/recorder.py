@@ -104,7 +104,7 @@ class RunRecorder:
         band, tenant = band_name(record.band), record.arrival.tenant
         for group in (self._total, self._bands.group(band), self._tenants.group(tenant)):
             group.add(record)
-        if record.ttft_s is not None:
+        if record.hit_tokens is not None:
             self.service.ended(record.arrival.tenant, record.arrival.prompt_tokens, record.output_tokens)
         if record.outcome is not Outcome.CANCELLED:
             self._adherence.ended(record.arrival.tenant, record.met, record.ended_s)

@@ -45,11 +45,11 @@ class BackendSums:
     def add(self, record: Record) -> None:
         self.requests += 1
         # Without a first token, the computed part of the prompt is unknown.
-        if record.ttft_s is not None:
+        if record.hit_tokens is not None:
             self.output_tokens += record.output_tokens
 
     def add_prompt(self, record: Record) -> None:
-        if record.ttft_s is not None:
+        if record.hit_tokens is not None:
             self.prefill_tokens += record.arrival.prompt_tokens - record.hit_tokens
             self.hit_tokens += record.hit_tokens
 
@@ -88,7 +88,7 @@ class Group:
         self.completed += 1
         self.met += record.met
         self.prompt_tokens += arrival.prompt_tokens
-        self.hit_tokens += record.hit_tokens
+        self.hit_tokens += record.hit_tokens or 0
         self.output_tokens += record.output_tokens
         for sketch, value in (
             (self.ttft, record.ttft_s),

@@ -346,16 +346,21 @@ class LabProxy:
 
     def _measure(self, record: Record, lease: Lease, job: ServerJob, output_tokens: int) -> None:
         assert job.first_s is not None
-        record.hit_tokens = job.hit_tokens or 0
+        record.hit_tokens, record.output_tokens = job.hit_tokens or 0, output_tokens
+        if record.arrival.whole:
+            return
         record.ttft_s = job.first_s - record.arrived_s
         record.backend_ttft_s = job.first_s - lease.grant.at_s
-        record.output_tokens = output_tokens
         if output_tokens > 1:
             record.tpot_s = (self._loop.time() - job.first_s) / (output_tokens - 1)
 
 
 def _met(request: Request, record: Record) -> bool | None:
-    """Returns whether the request met its objective; None without an objective or after a rate limit refusal."""
+    """Returns whether the request met its objective; None without an objective or after a rate limit refusal.
+
+    As in the gateway, a whole answer shows no first token, so the time of its grant counts.
+    """
     if request.slo is None or record.outcome is Outcome.RATE_LIMITED:
         return None
-    return record.outcome is Outcome.COMPLETED and request.slo.met(record.ttft_s, record.tpot_s)
+    first_s = record.ttft_s if request.stream else record.queue_wait_s
+    return record.outcome is Outcome.COMPLETED and request.slo.met(first_s, record.tpot_s)

@@ -160,5 +160,6 @@ def _parsed(given: Mapping[str, Any], start_s: float) -> Arrival:
         prompt_tokens,
         1 if output_tokens is None else count_of("output_tokens", output_tokens),
         guessed=output_tokens is None,
+        whole=given.get("stream") is False,
         **optional,
     )

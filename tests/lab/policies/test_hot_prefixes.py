@@ -35,12 +35,12 @@ def asked(rates: list[tuple[float, float]], prefixes: int, output_tokens: int, s
 def hits(found: list[Record], first_s: float, last_s: float) -> float:
     """Of the prompt tokens that arrived within, the share that was cached."""
     some = [one for one in found if first_s <= one.arrived_s < last_s]
-    return sum(one.hit_tokens for one in some) / sum(one.arrival.prompt_tokens for one in some)
+    return sum(one.hit_tokens or 0 for one in some) / sum(one.arrival.prompt_tokens for one in some)
 
 
 def computed(found: list[Record]) -> int:
     """How many times a system prompt was computed."""
-    return sum(one.hit_tokens < SYSTEM_TOKENS / 2 for one in found)
+    return sum((one.hit_tokens or 0) < SYSTEM_TOKENS / 2 for one in found)
 
 
 @pytest.mark.slow

@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from llmproxy.core.domain import DEFAULT, Outcome
 from llmproxy.lab.fleet.fleet_file import fleet_named
 from llmproxy.lab.fleet.spec import SimulatedFleet
 from llmproxy.lab.results.objectives import Objectives, prefill_s, scaled_profile
+from llmproxy.lab.results.record import Record
 from llmproxy.lab.simulator.engine.engine import Engine
 from llmproxy.lab.simulator.engine.profiles import PROFILES
 from llmproxy.lab.simulator.engine.sequence import EngineRequest
@@ -80,3 +82,26 @@ def test_what_a_client_asks_for_wins() -> None:
     fleet_ttft_s, fleet_tpot_s = objectives.for_arrival(prompt(60_000))
     assert objectives.for_arrival(replace(prompt(60_000), ttft_slo_s=0.2)) == (0.2, fleet_tpot_s)
     assert objectives.for_arrival(replace(prompt(60_000), tpot_slo_s=0.5)) == (fleet_ttft_s, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("ended_s", "ttft_s", "tpot_s", "met"),
+    [
+        (9.0, 1.0, 0.04, True),
+        (9.0, 1.01, 0.01, False),
+        (9.0, 0.1, 0.041, False),
+        # A whole answer of ten tokens has the time of both objectives: 1 s, and 9 times 40 ms.
+        (6.35, None, None, True),
+        (6.37, None, None, False),
+    ],
+)
+def test_a_stream_has_two_objectives_and_a_whole_answer_their_sum(
+    ended_s: float, ttft_s: float | None, tpot_s: float | None, met: bool
+) -> None:
+    ended = Record(
+        replace(prompt(100), whole=ttft_s is None), 5.0, DEFAULT, Outcome.COMPLETED, ended_s,
+        ttft_s=ttft_s, tpot_s=tpot_s, output_tokens=10,
+    )  # fmt: skip
+    objectives = Objectives(fleet_named("1xllama-8b-h100"), 1.0)
+    assert objectives.met(ended) is met
+    assert not objectives.met(replace(ended, outcome=Outcome.BROKEN_STREAM))

@@ -41,7 +41,7 @@ def record(
         queue_wait_s=queue_wait_s,
         ttft_s=1.0 if served else None,
         tpot_s=0.02 if done and output_tokens > 1 else None,
-        hit_tokens=hit_tokens if served else 0,
+        hit_tokens=hit_tokens if served else None,
         output_tokens=output_tokens if done else 0,
         met=done and met,
     )
@@ -128,6 +128,17 @@ def test_broken_stream_counts_its_prompt_unless_no_token_came() -> None:
     recorder.add(record(outcome=Outcome.UPSTREAM_TIMEOUT, prompt_tokens=999))
     backend = result_of(recorder).by_backend["a"]
     assert (backend.requests, backend.prefill_tokens, backend.hit_tokens) == (2, 200, 100)
+
+
+def test_a_whole_answer_counts_its_tokens_without_a_first_token() -> None:
+    recorder = RunRecorder(100.0, ["a"])
+    whole = record(prompt_tokens=300, hit_tokens=100, output_tokens=50)
+    whole.ttft_s = whole.tpot_s = None
+    recorder.add(whole)
+    result = result_of(recorder)
+    backend = result.by_backend["a"]
+    assert (backend.prefill_tokens, backend.hit_tokens, backend.output_tokens) == (200, 100, 50)
+    assert (result.ttft_s, result.e2e_s.mean) == (Quantiles(), 2.0)
 
 
 def test_a_backend_that_nobody_named_is_an_error() -> None:

@@ -218,6 +218,19 @@ def test_an_answer_is_good_if_it_keeps_both_of_its_objectives() -> None:
     assert [one.met for one in ends] == [True, False, False, True, True, False]
 
 
+def test_a_whole_answer_has_no_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[bool | None] = []
+    monkeypatch.setattr(Dispatcher, "ended", lambda _, __, met: told.append(met))
+    objectives = [{}, {"ttft_slo_s": 0.2, "tpot_slo_s": 0.001}, {"ttft_slo_s": 0.0001}]
+    arrivals = [Arrival(10.0 * i, 500, 50, whole=True, **one) for i, one in enumerate(objectives)]
+    ends = records_of(setup(arrivals, on=fleet(1)))
+    assert {(one.ttft_s, one.tpot_s, one.backend_ttft_s, one.hit_tokens) for one in ends} == {(None, None, None, 0)}
+    assert {one.output_tokens for one in ends} == {50}
+    assert [one.met for one in ends] == [True, False, True]
+    # The scheduler knows only the time of the grant, as in the gateway.
+    assert told == [None, True, True]
+
+
 def closed_loop(**first: Any) -> Arrival:
     third = Arrival(0.0, 100, 10)
     second = Arrival(0.0, 100, 10, then=third)

@@ -43,6 +43,7 @@ def test_what_the_proxy_writes_can_be_read(saved: Saved) -> None:
         duration_s=3.0,
         model="chat",
         adapter="sql",
+        stream=True,
         tenant="acme",
         band="urgent",
         level=50,
@@ -60,6 +61,11 @@ def test_what_the_proxy_writes_can_be_read(saved: Saved) -> None:
     assert arrival == Arrival(
         0.0, 10, 11, tenant="acme", adapter="sql", band=50, max_wait_s=9.0, ttft_slo_s=0.5, tpot_slo_s=0.01
     )
+
+
+def test_a_request_that_is_no_stream_gets_a_whole_answer(saved: Saved) -> None:
+    path = saved(START, line(1.0, stream=True), line(2.0, stream=False), line(3.0))
+    assert [arrival.whole for arrival in read(path)] == [False, True, False]
 
 
 def test_no_more_is_held_than_arrived_within_the_longest_request(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
