@@ -1,4 +1,4 @@
-"""The fields of `/debug/live` and `/debug/explain` that `top` and `whatif` read.
+"""The fields of `/debug/live` that `top` and `whatif` read.
 
 They are checked once before they are drawn.
 """
