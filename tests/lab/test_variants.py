@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from io import StringIO
 
 import pytest
+from rich.console import Console
 
 from llmproxy.lab.fleet.fleet_file import fleet_named
 from llmproxy.lab.fleet.spec import Autoscale, Fault, FleetFaultKind
-from llmproxy.lab.results.fleet_tables import Size, Sizes
+from llmproxy.lab.results.fleet_tables import Size, Sizes, print_sizes, sizes_of
 from llmproxy.lab.results.objectives import Wanted
 from llmproxy.lab.variants import fleets, resized
+from tests.lab.invented import invented_run
 
 MIXED = fleet_named("2xllama-8b-h100+1xllama-8b-a100")
 
@@ -56,6 +59,22 @@ def test_each_signal_is_a_fleet_with_the_bounds_of_the_file() -> None:
     assert list(fleets(own, ("slo_p90",), None)) == [""]
     with pytest.raises(ValueError, match="is no signal"):
         fleets(own, ("oracle",), None)
+
+
+def test_hours_are_of_the_time_whose_requests_count() -> None:
+    run = invented_run("cost", 1.0)
+    assert run.goodput is not None
+    (found,) = sizes_of([("cost", run.model_copy(update={"duration_s": 5_000.0, "counted_s": 3_600.0}))])
+    assert found.rows[0].hours == pytest.approx(1_000 * len(run.by_backend) / (run.goodput * run.offered))
+
+
+def test_the_table_of_three_bands_fits_80_columns() -> None:
+    bands = {"critical": 1.0, "default": 0.987, "sheddable": 0.123}
+    printed = StringIO()
+    row = Size(12, 0.987, bands, 100.0, 0.1, 0.1234, 12.345)
+    print_sizes([Sizes("cost", [row])], Wanted(), Console(file=printed, width=80))
+    for text in ("critical", "default", "sheddable", "p99", "hours", "100.0%", "98.7%", "12.3%", "100", "12.345"):
+        assert text in printed.getvalue()
 
 
 def size(replicas: int, kept: float) -> Size:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from llmproxy.lab.results.objectives import Wanted
 from llmproxy.lab.results.result import RunResult, mean_of
-from llmproxy.lab.results.table import MISSING, milliseconds, seconds
+from llmproxy.lab.results.table import MISSING, milliseconds, padding, seconds
 
 HOUR_S = 3_600.0
 THOUSAND = 1_000.0
@@ -80,7 +80,7 @@ def _size(replicas: int, runs: Sequence[RunResult]) -> Size:
         mean_of(run.ttft_s.p99 for run in runs),
         mean_of(run.tpot_s.p99 for run in runs),
         fmean(run.refused / run.offered if run.offered else 0.0 for run in runs),
-        replicas * sum(run.duration_s for run in runs) / HOUR_S / good * THOUSAND if good else None,
+        replicas * sum(run.counted_s for run in runs) / HOUR_S / good * THOUSAND if good else None,
     )
 
 
@@ -107,7 +107,7 @@ def print_sizes(found: Sequence[Sizes], wanted: Wanted, console: Console) -> Non
 def _print(
     console: Console, name: str, titles: Sequence[str], rows: Iterable[tuple[Sequence[str], bool]], advice: str
 ) -> None:
-    table = Table(title=name, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    table = Table(title=name, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False, padding=padding(console.width))
     for title in titles:
         table.add_column(title, justify="right", no_wrap=True)
     for cells, bold in rows:

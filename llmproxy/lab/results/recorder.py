@@ -93,6 +93,7 @@ class RunRecorder:
         self._backends = {name: BackendSums() for name in replicas}
         self._met = Timeline(duration_s)
         self._samples: list[_Sample] = []
+        self._served: set[str] = set()
         self._spacing = 1
         self._scaled: ScaledResult | None = None
         self._scale_trail: list[tuple[float, int, int]] = []
@@ -124,11 +125,13 @@ class RunRecorder:
             self._tpot_foresight.add(record.predicted_tpot, record.tpot_s)
 
     def sample(self, at_s: float, load: Mapping[str, tuple[int, int]], queued: Mapping[int, int]) -> None:
-        """Adds a sample of the fleet. `load`: replica -> (running, waiting). `queued`: band -> requests in the proxies.
+        """Adds a sample of the fleet.
 
+        `load` maps each serving replica to (running, waiting), `queued` each band to its requests in the proxies.
         Samples come at equal intervals. If there are too many, every second one is dropped.
         """
         self._looks += 1
+        self._served.update(load)
         if (self._looks - 1) % self._spacing:
             return
         if len(self._samples) == SAMPLES_MAX:
@@ -178,6 +181,7 @@ class RunRecorder:
     def result(self, policy: str, seed: int, rate_scale: float, prefill_scale: float) -> RunResult:
         total = self._total
         duration_s = max(self._duration_s, self._ended_s)
+        counted_s = duration_s - self._warmup_s
         return RunResult(
             policy=policy,
             seed=seed,
@@ -190,6 +194,7 @@ class RunRecorder:
             prefill_imbalance=self._imbalance(),
             service_difference_tokens=self.service.largest,
             duration_s=duration_s,
+            counted_s=counted_s,
             replicas=self._scaled,
             attempts=self._attempts,
             split=self._split,
@@ -199,7 +204,7 @@ class RunRecorder:
             ejections=self._ejections,
             noticed=sorted(self._detections, key=lambda one: (one.at_s, one.replica)),
             outcomes={outcome.value: count for outcome, count in self._outcomes.items()},
-            utilisation=self._utilisation(duration_s - self._warmup_s),
+            utilisation=self._utilisation(counted_s),
             loaded=self._loaded(),
             fairness=FairnessResult(
                 counter_difference=self._counter_difference,
@@ -247,11 +252,12 @@ class RunRecorder:
         )
 
     def _imbalance(self) -> float | None:
-        computed = [backend.prefill_tokens for backend in self._backends.values()]
+        served = [one for name, one in self._backends.items() if name in self._served or one.prefill_tokens]
+        computed = [backend.prefill_tokens for backend in served]
         return ratio(max(computed) * len(computed), sum(computed)) if computed else None
 
     def _counted(self, replica: str) -> list[tuple[int, int]]:
-        return [s.load.get(replica, (0, 0)) for s in self._samples if s.at_s >= self._warmup_s]
+        return [s.load[replica] for s in self._samples if s.at_s >= self._warmup_s and replica in s.load]
 
     def _backend(self, name: str) -> BackendResult:
         return BackendResult(**asdict(self._backends[name]), **_means(self._counted(name)))

@@ -65,8 +65,8 @@ class BackendResult(_Model):
 
     Tokens are counted only for requests with a first token. `prefill_tokens` are computed prompt tokens, `hit_tokens`
     are cached prompt tokens. `engine_preemptions` are preemptions by the engine in the whole run. `mean_running` is the
-    mean number of sequences in the batch, and `mean_waiting` the mean number of requests that wait inside the engine,
-    both sampled during the whole trace.
+    mean number of sequences in the batch, and `mean_waiting` the mean number of requests that wait inside the engine.
+    Both are sampled while the replica serves, from the end of the warm-up to the last answer; null without samples.
     """
 
     requests: int
@@ -79,10 +79,10 @@ class BackendResult(_Model):
 
 
 class Utilisation(_Model):
-    """Rates in the counted time, and means of samples from the whole trace.
+    """Rates and means of samples from the end of the warm-up to the last answer.
 
-    `busy` is the share of samples with a running or waiting request, `mean_running` and `mean_waiting` are per replica,
-    and `mean_queued` counts requests that waited in the proxies.
+    `busy` is the share of samples with a running or waiting request, `mean_running` and `mean_waiting` are per serving
+    replica, and `mean_queued` counts requests that waited in the proxies.
     """
 
     completed_per_s: float | None
@@ -187,8 +187,9 @@ class RunResult(_Model):
       proxy's queue. `e2e_s`: from the arrival to the end.
     * `hit_tokens_ratio`: the cached share of the prompt tokens of completed requests.
     * `adapter_hit_ratio`: the share of requests whose adapter was in a slot at their admission, in the whole run.
-    * `prefill_imbalance`: the most prompt tokens that a replica computed, divided by the mean of all replicas.
-    * `duration_s`: the length of the trace, or the virtual time of the last end if that is later.
+    * `prefill_imbalance`: the most prompt tokens that a replica computed, divided by the mean of replicas that served.
+    * `duration_s`: the length of the trace, or the virtual time of the last end if that is later. `counted_s`: the part
+      of it after the warm-up.
     * `service_difference_tokens`: the largest difference of weighted service (1 per prompt token, 2 per output token)
       between two tenants while both were backlogged; null if no two were. A tenant is backlogged while one of its
       requests waits in the proxy or, under policies that choose the replica on arrival, has no first token.
@@ -220,6 +221,7 @@ class RunResult(_Model):
     prefill_imbalance: float | None
     service_difference_tokens: float | None
     duration_s: float
+    counted_s: float
     attempts: int
     split: int = 0
     prefill_share: float | None = None

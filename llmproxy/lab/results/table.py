@@ -106,9 +106,15 @@ def heading(point: LoadPoint) -> str:
     return point.label + (f", mean of {seeds} seeds" if seeds > 1 else "")
 
 
+def padding(width: int) -> tuple[int, int]:
+    """Returns the padding of the cells of a table in a console of this width."""
+    return (0, 1 if width >= 100 else 0)
+
+
 def _table(point: LoadPoint, width: int) -> Table:
-    padding = (0, 1 if width >= 100 else 0)
-    table = Table(title=heading(point), box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False, padding=padding)
+    table = Table(
+        title=heading(point), box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False, padding=padding(width)
+    )
     table.add_column("policy", overflow="fold")
     for column in COLUMNS:
         table.add_column(column.title, justify="right", no_wrap=True)

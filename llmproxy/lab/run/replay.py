@@ -166,14 +166,14 @@ class Run:
             loop.call_later(DETECT_EVERY_S, self._watch_for, loop, fault, replica)
 
     def _sample(self, loop: asyncio.AbstractEventLoop, number: int) -> None:
-        """Samples every replica's load, repeatedly until the last answer."""
+        """Samples the load of every serving replica, repeatedly until the last answer."""
         if self._over:
             return
         queued: dict[int, int] = {}
         for proxy in self.proxies:
             for band, (requests, _) in proxy.pools.queued().items():
                 queued[band] = queued.get(band, 0) + requests
-        load = {name: replica.load() for name, replica in self._replicas.items()}
+        load = {name: replica.load() for name, replica in self._replicas.items() if replica.alive}
         self.recorder.sample(loop.time() - SETTLE_S, load, queued)
         every_s = max(SAMPLE_LEAST_S, self._setup.duration_s / SAMPLES)
         loop.call_at(SETTLE_S + (number + 1) * every_s, self._sample, loop, number + 1)

@@ -67,6 +67,11 @@ def test_a_fleet_without_replicas_starts_with_its_first_request_and_answers_all(
     assert served_s <= asked_s + 30.0 + 15.0
     assert result.ttft_s.p99 is not None
     assert 30.0 < result.ttft_s.p99 < 45.0
+    # Replicas that never served are in no mean.
+    served = [one for one in result.by_backend.values() if one.requests]
+    assert (len(served), len(result.by_backend)) == (1, 4)
+    assert [one.mean_running is not None for one in result.by_backend.values()] == [True, False, False, False]
+    assert (result.prefill_imbalance, result.utilisation.mean_running) == (1.0, served[0].mean_running)
 
 
 @pytest.mark.slow

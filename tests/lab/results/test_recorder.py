@@ -113,9 +113,10 @@ def test_a_run_of_nothing_has_no_ratios() -> None:
 
 
 def test_imbalance_counts_idle_replicas_and_no_cached_tokens() -> None:
-    recorder = RunRecorder(100.0, ["a", "b", "idle"])
+    recorder = RunRecorder(100.0, ["a", "b", "idle", "never started"])
     recorder.add(record(backend="a", prompt_tokens=400, hit_tokens=100))
     recorder.add(record(backend="b", prompt_tokens=600, hit_tokens=500))
+    recorder.sample(5.0, {"idle": (0, 0)}, {})
     result = result_of(recorder)
     assert result.prefill_imbalance == pytest.approx(300 / (400 / 3))
     assert result.hit_tokens_ratio == 0.6
@@ -198,12 +199,13 @@ def test_looks_at_the_fleet_stay_few_and_evenly_spaced() -> None:
     assert {later - earlier for earlier, later in pairwise(times)} == {8.0}
 
 
-def test_load_is_running_plus_waiting() -> None:
+def test_a_sample_has_the_load_of_the_replicas_that_serve() -> None:
     recorder = RunRecorder(100.0, ["a", "b"])
     recorder.sample(0.0, {"a": (3, 2)}, {DEFAULT: 4, CRITICAL: 2})
     recorder.sample(50.0, {"a": (0, 0), "b": (1, 0)}, {})
     use = result_of(recorder).utilisation
-    assert (use.busy, use.mean_running, use.mean_waiting, use.mean_queued) == (0.5, 1.0, 0.5, 3.0)
+    assert (use.busy, use.mean_queued) == (pytest.approx(2 / 3), 3.0)
+    assert (use.mean_running, use.mean_waiting) == (pytest.approx(4 / 3), pytest.approx(2 / 3))
 
 
 def test_time_axes_widen_when_a_run_lasts_longer_than_its_trace() -> None:
@@ -222,6 +224,7 @@ def test_rates_are_over_the_counted_time() -> None:
     recorder = RunRecorder(110.0, ["a"], warmup_s=10.0)
     recorder.add(record(20.0, prompt_tokens=500, hit_tokens=100, output_tokens=50))
     use = result_of(recorder).utilisation
+    assert (result_of(recorder).duration_s, result_of(recorder).counted_s) == (110.0, 100.0)
     assert (use.completed_per_s, use.prefill_tokens_per_s, use.output_tokens_per_s) == (0.01, 4.0, 0.5)
 
 
