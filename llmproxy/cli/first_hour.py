@@ -189,7 +189,7 @@ def shadow(
             options = ShadowOptions(host.strip("[]"), int(port), to, settled, out, record_mb << 20, tls)
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(run(options, lambda text: typer.echo(text, err=True)))
-        predict(out, settled, policy)
+        predict(out, settled, policy, config_file=config)
     except ConfigError as error:
         fail(error.problems)
     except (ShadowError, Unusable) as error:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from shlex import join
 from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ import orjson
 import yaml
 from rich.console import Console
 
+from llmproxy import __version__
 from llmproxy.config import Config
 from llmproxy.core.domain import Outcome
 from llmproxy.lab.fleet.spec import MAX_NUM_SEQS, ReplicaSpec, SimulatedFleet
@@ -28,7 +30,7 @@ from llmproxy.lab.results.result import GroupResult, Point, RunResult, Simulatio
 from llmproxy.lab.results.table import MISSING, milliseconds, print_tables, seconds
 from llmproxy.lab.run.identity import IdentityReader
 from llmproxy.lab.run.runs import Simulation, run_all
-from llmproxy.lab.simulate import Unusable
+from llmproxy.lab.simulate import Unusable, settings
 from llmproxy.lab.simulator.engine.profiles import PROFILES, Profile
 from llmproxy.lab.traces import decisions
 from llmproxy.lab.traces.arrival import TraceError
@@ -76,10 +78,12 @@ def check_policy(policy: str, config: Config) -> None:
         raise Unusable(f"--policy: {error}") from None
 
 
-def predict(folder: Path, config: Config, policy: str, workers: int | None = None) -> None:
+def predict(
+    folder: Path, config: Config, policy: str, workers: int | None = None, config_file: Path | None = None
+) -> None:
     """Simulates the record in `folder` with `policy`, the policy of the router, and with llmproxy.
 
-    Prints the figures and writes `report.html`, `result.json` and `fleet.yaml`. Raises Unusable.
+    Writes `report.html`, `result.json` and `fleet.yaml`, and prints the figures. Raises Unusable.
     """
     # Each simulation reads its whole trace, and the record may have a day.
     with TemporaryDirectory(prefix="llmproxy-shadow-") as kept:
@@ -88,10 +92,17 @@ def predict(folder: Path, config: Config, policy: str, workers: int | None = Non
             taken = _taken(folder / REQUESTS, config, Path(kept) / REQUESTS)
         except (OSError, TraceError, ValueError) as error:
             raise Unusable(f"{folder}: nothing to report on: {error}") from None
-        _predict(folder, facts, taken, policy, workers)
+        prefill_scale = _predict(folder, facts, taken, policy, workers)
+    again = ["llmproxy", "simulate", "--trace", f"{folder / REQUESTS}", "--fleet", f"{folder / 'fleet.yaml'}"]
+    again += [] if config_file is None else ["--config", f"{config_file}"]
+    again += ["--prefill-scale", f"{prefill_scale:g}"]
+    Console().print(f"Again, with other policies: {join(again)}", markup=False)
 
 
-def _predict(folder: Path, facts: Sequence[Mapping[str, Any]], taken: _Taken, policy: str, workers: int | None) -> None:
+def _predict(
+    folder: Path, facts: Sequence[Mapping[str, Any]], taken: _Taken, policy: str, workers: int | None
+) -> float:
+    """Returns the prefill scale of the engines."""
     console, config = Console(), taken.simulation.config
     with Console(stderr=True).status("fitting the speed of the engines"):
         fleet, prefill_scale = _fitted(facts, taken, policy, workers)
@@ -109,8 +120,6 @@ def _predict(folder: Path, facts: Sequence[Mapping[str, Any]], taken: _Taken, po
     after = after.model_copy(update={"policy": f"llmproxy ({own}), simulated"})
     result = SimulationResult(runs=[measured, before, after], config=_description(folder, fleet, taken, facts))
     sizes = sizes_of([("llmproxy", run) for run in sized])
-    print_tables(result, console)
-    print_sizes(sizes, NOTHING_WANTED, console)
 
     def draw() -> Sequence[Any]:
         from llmproxy.lab.results import plots
@@ -128,9 +137,12 @@ def _predict(folder: Path, facts: Sequence[Mapping[str, Any]], taken: _Taken, po
         )
     except OSError as error:
         raise Unusable(f"--out {folder}: {error.strerror}") from None
+    finally:
+        # The files come first: a pipe such as `| head` may close before the tables end.
+        print_tables(result, console)
+        print_sizes(sizes, NOTHING_WANTED, console)
     console.print(f"wrote {folder / 'report.html'}; its last table says what this prediction cannot know", markup=False)
-    again = f"llmproxy simulate --trace {folder / REQUESTS} --fleet {folder / 'fleet.yaml'}"
-    console.print(f"Again, with other policies: {again} --prefill-scale {prefill_scale:g}", markup=False)
+    return prefill_scale
 
 
 # --- the measured times ----------------------------------------------------------------------------------------------
@@ -346,4 +358,6 @@ def _description(
         "fleet": fleet.name,
         "replicas": len(facts),
         "facts": [dict(fact) for fact in facts],
+        **settings(taken.simulation.config),
+        "version": __version__,
     }

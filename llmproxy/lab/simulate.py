@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import Console
 from rich.markup import escape
@@ -33,6 +33,12 @@ if TYPE_CHECKING:
 
 FILES = ("result.json", "report.html")
 SCALE_LEAST, SCALE_MOST = 1e-3, 1e3
+READ: Final = {
+    **dict.fromkeys(("bands", "health", "models", "poll", "queue", "retry", "scaling", "tenants", "timeouts"), True),
+    "backends": {"__all__": {"name", "max_in_flight"}},
+}
+"""The sections of the configuration that a simulation reads, beside `scheduling`."""
+SECRET: Final = {"tenants": {"__all__": {"keys", "cache_salt"}}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +104,6 @@ def _simulate(options: SimulateOptions) -> None:
     # The whole trace is read before anything runs, so that a bad line at its end does not cost an hour.
     with Console(stderr=True).status(f"reading {escape(options.trace)}"):
         found = [prepared(simulation, point.seed, point.rate_scale)[1] for point in chosen]
-    if found[0].guessed:
-        guessed = f"{found[0].guessed:,} of {found[0].count:,} requests got no answer when the trace was taken"
-        console.print(f"{guessed}: each is given the mean length of its model's answers", markup=False)
     _check(options, fleet, prepared(simulation, chosen[0].seed, chosen[0].rate_scale))
     if options.out is not None:
         _make_room(options.out)
@@ -117,8 +120,23 @@ def _simulate(options: SimulateOptions) -> None:
         bounds=bounds,
         config=_description(options, fleet, list(plans.values()), found[0]),
     )
+    try:
+        # The files come first: a pipe such as `| head` may close before the tables end.
+        if options.out is not None:
+            own = [one.run.policy for one, as_named in zip(finished, plain, strict=True) if is_own(as_named.run.policy)]
+            _write(options.out, options, result, own, _extra(finished, sizes, simulation.wanted))
+    finally:
+        _print(console, result, found[0], sizes, simulation.wanted)
+    for name in FILES if options.out is not None else ():
+        console.print(f"wrote {options.out / name}", soft_wrap=True, markup=False)
+
+
+def _print(console: Console, result: SimulationResult, found: Survey, sizes: Sequence[Sizes], wanted: Wanted) -> None:
+    if found.guessed:
+        guessed = f"{found.guessed:,} of {found.count:,} requests got no answer when the trace was taken"
+        console.print(f"{guessed}: each is given the mean length of its model's answers", markup=False)
     if sizes:
-        print_sizes(sizes, simulation.wanted, console)
+        print_sizes(sizes, wanted, console)
     else:
         print_tables(result, console)
     for run in result.runs:
@@ -127,9 +145,6 @@ def _simulate(options: SimulateOptions) -> None:
             text = f"{scaled.mean:.2f} replicas on average, {scaled.peak} at most, {scaled.turns} turns,"
             text += f" objectives missed for {scaled.violated_s:.0f} s"
             console.print(f"{run.policy}, seed {run.seed}: {text}", markup=False)
-    if options.out is not None:
-        own = [one.run.policy for one, as_named in zip(finished, plain, strict=True) if is_own(as_named.run.policy)]
-        _write(options.out, options, result, own, _extra(finished, sizes, simulation.wanted), console)
 
 
 def _wanted(options: SimulateOptions) -> Wanted:
@@ -222,7 +237,7 @@ def _description(
     options: SimulateOptions, fleet: SimulatedFleet, plans: Sequence[PolicyPlan], found: Survey
 ) -> dict[str, Any]:
     """Returns the inputs of the simulation, so that it can be repeated."""
-    return {
+    inputs: dict[str, Any] = {
         "trace": Path(options.trace).name if not options.trace.startswith("gen:") else options.trace,
         "requests": found.count,
         "trace_duration_s": found.duration_s,
@@ -236,21 +251,29 @@ def _description(
         "proxies": fleet.proxies,
         "seeds": list(options.seeds),
         "policies": {plan.name: plan.about for plan in plans},
-        "scheduling": options.config.scheduling.model_dump(mode="json"),
-        "queue_max_wait_s": options.config.queue.max_wait_s,
+        "objective": options.objective,
+        "scale": list(options.scales),
+        "fleet_size": options.sizes,
+        **settings(options.config),
         "version": __version__,
+    }
+    return {name: value for name, value in inputs.items() if value not in (None, [])}
+
+
+def settings(config: Config) -> dict[str, Any]:
+    """Returns the scheduling settings, and all other settings that a simulation reads, if they are no defaults."""
+    changed = config.model_dump(mode="json", exclude_defaults=True, include=READ, exclude=SECRET)
+    return {
+        "scheduling": config.scheduling.model_dump(mode="json"),
+        "queue_max_wait_s": config.queue.max_wait_s,
+        "configuration": changed,
     }
 
 
-def _write(
-    out: Path, options: SimulateOptions, result: SimulationResult, own: Sequence[str], extra: Extra,
-    console: Console,
-) -> None:  # fmt: skip
+def _write(out: Path, options: SimulateOptions, result: SimulationResult, own: Sequence[str], extra: Extra) -> None:
     try:
         (out / "result.json").write_bytes(to_bytes(result))
-        console.print(f"wrote {out / 'result.json'}", soft_wrap=True, markup=False)
         title = f"{Path(options.trace).name} on {Path(options.fleet).name}"
         (out / "report.html").write_text(page(result, title, own, extra), encoding="utf-8")
-        console.print(f"wrote {out / 'report.html'}", soft_wrap=True, markup=False)
     except OSError as error:
         raise Unusable(f"--out {out}: {error.strerror}") from None

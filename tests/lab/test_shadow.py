@@ -32,8 +32,8 @@ def record(folder: Path, arrivals: Sequence[Arrival] = (), late_s: float = 0.0) 
     on = replace(on, replicas=tuple(late))
     lines = [
         {
-            "at_s": one.arrived_s, "outcome": one.outcome.value, "status": 200, "model": "m", "stream": not one.arrival.whole,
-            "tenant": one.arrival.tenant, "prompt_tokens": one.arrival.prompt_tokens,
+            "at_s": one.arrived_s, "outcome": one.outcome.value, "status": 200, "model": "m",
+            "stream": not one.arrival.whole, "tenant": one.arrival.tenant, "prompt_tokens": one.arrival.prompt_tokens,
             "output_tokens": one.output_tokens, "duration_s": one.ended_s - one.arrived_s, "ttft_s": one.ttft_s,
             "tpot_s": one.tpot_s, "blocks": one.arrival.blocks,
         }
@@ -70,10 +70,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick")
-def test_the_report_fits_what_was_measured(tmp_path: Path) -> None:
+def test_the_report_fits_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record(tmp_path)
-    predict(tmp_path, Config(), "round_robin", workers=1)
+    config_file = tmp_path / "my config.yaml"
+    predict(tmp_path, Config(), "round_robin", workers=1, config_file=config_file)
+    assert f"--config '{config_file}' --prefill-scale" in capsys.readouterr().out.replace("\n", " ")
     result = SimulationResult.model_validate_json((tmp_path / "result.json").read_bytes())
+    assert result.config["queue_max_wait_s"] == Config().queue.max_wait_s
     runs = {run.policy: run for run in result.runs}
     measured, before = runs["measured"], runs["round_robin, simulated"]
     after = runs["llmproxy (cost), simulated"]

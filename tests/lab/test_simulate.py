@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from llmproxy.cli import commands as cli
+from llmproxy.config.value_types import hash_of
 from llmproxy.lab.results.result import Point, SimulationResult, load_label
 from llmproxy.lab.run import runs
 
@@ -91,7 +92,41 @@ def test_it_tells_what_was_simulated(trace: str, folder: Path) -> None:
     assert isinstance(policies, dict)
     assert scheduling["flow"] == "header:x-tenant"
     assert list(policies) == ["cost", "oracle"]
+    assert not {"objective", "scale", "fleet_size"} & config.keys()
     assert str(folder) not in (folder / "result.json").read_text()
+
+
+def test_it_tells_what_replaced_the_defaults(trace: str, folder: Path) -> None:
+    tenant = f"{{name: acme, keys: ['{hash_of('acme')}'], weight: 3.0, cache_salt: private-salt-of-acme}}"
+    (folder / "llmproxy.yaml").write_text(f"""
+        tenants: [{tenant}]
+        queue: {{max_wait_s: 7}}
+        backends: [{{url: "http://private:1", name: gpu-0, max_in_flight: 3, api_key: private}}]
+    """)
+    flags = ("--config", str(folder / "llmproxy.yaml"), "--no-oracle", "--objective", "ttft=5s", "--out", str(folder))
+    assert simulate(trace, *flags, "--fleet-size", "1,2").exit_code == 0
+    config = result_in(folder).config
+    assert (config["objective"], config["fleet_size"]) == ("ttft=5s", "1,2")
+    assert config["configuration"] == {
+        "backends": [{"name": "gpu-0", "max_in_flight": 3}],
+        "queue": {"max_wait_s": 7.0},
+        "tenants": [{"name": "acme", "weight": 3.0}],
+    }
+    assert simulate(trace, *flags, "--scale", "static").exit_code == 0
+    assert result_in(folder).config["scale"] == ["static"]
+    assert "static" in (folder / "report.html").read_text()
+
+
+def test_the_files_are_complete_when_the_reader_of_the_tables_leaves(
+    trace: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(*_: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("llmproxy.lab.simulate.print_tables", closed)
+    assert simulate(trace, "--no-oracle", "--out", str(folder)).exit_code != 0
+    assert len(result_in(folder).runs) == 1
+    assert (folder / "report.html").read_text().endswith("</html>\n")
 
 
 @pytest.mark.slow

@@ -80,7 +80,7 @@ def page(result: SimulationResult, title: str, own: Collection[str] = (), extra:
 <header><h1>{escape(title)}</h1>{_facts(result, points, policies)}<p class="rules">{rules}</p></header>
 <main><section><h2>Results</h2>{tables}</section>{extras}{_bounds(points)}
 {figures}
-<section><h2>Configuration</h2><details><summary>All that the runs depend on</summary><pre>{config}</pre>
+<section><h2>Configuration</h2><details><summary>Inputs of the runs</summary><pre>{config}</pre>
 </details></section></main><script>{_SCRIPT}</script></body></html>
 """
 
