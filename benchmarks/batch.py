@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
+from time import monotonic
 
 from benchmarks.fleet import Fleet, Process, fleet, start, until
 from benchmarks.load import Clients, Seen, Work, first_s, percentile
@@ -91,9 +92,9 @@ async def one_start(table: Table, number: int, options: argparse.Namespace) -> d
                 began = len(results(out))
                 await until(lambda: len(results(out)) > began)  # noqa: B023 - awaited here
             await asyncio.sleep(SETTLE_S)
-            before = len(results(out))
+            before, began_s = len(results(out)), monotonic()
             seen = await window(running, options.rate if name != "full" else 0.0, options.seconds, number)
-            done = (len(results(out)) - before) / options.seconds
+            done = (len(results(out)) - before) / (monotonic() - began_s)
             if process is not None:
                 await process.stop(signal.SIGKILL)
             if name == "full":

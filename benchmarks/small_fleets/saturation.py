@@ -12,12 +12,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.load import FLOW, OBJECTIVE, Work, first_s
+from benchmarks.load import FLOW, OBJECTIVE, Seen, Work, details, failures, first_s
 from benchmarks.small_fleets.stage import Check, Stage, staged, true
 
 COLD_S = 15.0
 SETTLE_S, WINDOW_S, ROUNDS = 2.5, 7.0, 1
 CLIENTS_PER_PLACE = 3
+LONG_S = 10.0  # Much longer than any answer of the flood, whose end makes room for a critical request.
 LARGE = 100
 """From this number of slots on, the replicas run at a third of their speed, so that the cores are not the limit."""
 
@@ -97,6 +98,7 @@ async def critical(sizes: Sequence[int], stream: bool, tree: Path | None) -> lis
             await flood.rate(10.0)
             clients.poisson(2.0, stage.proxy)
             await flood.rate(25.0)
+            ages_s = clients.ages_s()
         async with stage.clients(urgent) as alone:
             for _ in range(5):
                 await alone.ask(stage.proxy())
@@ -108,9 +110,21 @@ async def critical(sizes: Sequence[int], stream: bool, tree: Path | None) -> lis
     )  # fmt: skip
     return [
         Check("critical first token, median over alone", first_s(clients.seen, 0.5) / first_s(alone.seen, 0.5), most=4),
+        *answered(clients.seen, ages_s),
         Check("critical waits p95, s", waits[int(0.95 * len(waits))]),
         Check("lower band granted while a critical one waited", inversions, most=0),
         Check("flood first token, s", first_s(flood.seen, 0.5)),
+    ]
+
+
+def answered(seen: Sequence[Seen], ages_s: Sequence[float]) -> list[Check]:
+    """Checks that no request failed before its first token, and that none waits long for it.
+
+    The figures of ended requests have neither. `ages_s` are the seconds since the waiting requests were sent.
+    """
+    return [
+        Check("critical requests that failed", len(failures(seen)), most=0, note=details(seen)),
+        Check("longest critical wait at the end, s", max(ages_s, default=0.0), most=LONG_S),
     ]
 
 
