@@ -33,9 +33,7 @@ class AnswerWriterType(Protocol):
     def parse(self, body: Body, limits: Limits) -> GenerationRequest: ...
 
 
-def headers_of(
-    service: Service, request: web.BaseRequest, content_type: str | None, length: int | None = None
-) -> dict[str, str]:
+def headers_of(content_type: str | None, length: int | None = None) -> dict[str, str]:
     """Returns response headers in vLLM's order and case. A stream has no `length`."""
     headers = {"date": formatdate(usegmt=True), "server": "uvicorn"}
     if length is not None:
@@ -43,8 +41,6 @@ def headers_of(
     if content_type is not None:
         headers["content-type"] = content_type
     headers["vary"] = "Origin"
-    if service.options.request_id_headers:
-        headers["x-request-id"] = request.headers.get("x-request-id") or secrets.token_hex(16)
     return headers
 
 
@@ -123,14 +119,14 @@ class _Exchange:
             body["kv_transfer_params"] = params
         self._keep(body)
         data = orjson.dumps(body)
-        response = web.StreamResponse(headers=headers_of(self.service, self.request, "application/json", len(data)))
+        response = web.StreamResponse(headers=headers_of("application/json", len(data)))
         await self._prepare(response)
         await self._write(response, data)
         return response
 
     async def stream(self) -> web.StreamResponse:
         """Sends the head at acceptance, then events for tokens. An error becomes an event."""
-        response = web.StreamResponse(headers=headers_of(self.service, self.request, STREAM_TYPE))
+        response = web.StreamResponse(headers=headers_of(STREAM_TYPE))
         await self._prepare(response)
         if self.service.faults.hits(FaultKind.STREAM_ERROR):
             await self._events(response, self.answer.broken(engine_dead()))

@@ -53,7 +53,7 @@ class Routes:
             "/ping": {"GET": self._empty, "POST": self._empty},
             "/version": {"GET": self._fixed({"version": "0.32.0"})},
             "/load": {"GET": self._fixed({"server_load": 0})},
-            "/metrics": {"GET": self._metrics},
+            "/metrics": {"GET": self._metrics, "POST": self._metrics_app, "HEAD": self._metrics_app},
             "/metrics/": {"GET": self._metrics_app, "POST": self._metrics_app, "HEAD": self._metrics_app},
             "/v1/models": {"GET": self._models},
             "/v1/chat/completions": {"POST": self._generation(ChatAnswer)},
@@ -80,7 +80,7 @@ class Routes:
             response = await self._dispatch(request, body, methods)
         except ApiError as error:
             shown = error_body(error, anthropic=path.startswith("/v1/messages"))
-            response = self._json(request, shown, error.status)
+            response = _json(shown, error.status)
         finally:
             status = 499 if response is None else response.status
             # Any word can be a method, and each label value would be a new series.
@@ -106,20 +106,20 @@ class Routes:
         if key is not None and path.startswith(_GUARDED):
             scheme, _, token = request.headers.get("authorization", "").partition(" ")
             if scheme.lower() != "bearer" or token != key:
-                refused = self._json(request, {"error": "Unauthorized"}, 401)
+                refused = _json({"error": "Unauthorized"}, 401)
                 del refused.headers["vary"]
                 return refused
         if not methods and path.endswith("/") and self._find(path.rstrip("/"))[1]:
             location = f"http://{request.headers.get('host', '')}{path.rstrip('/')}"
-            return self._plain(request, b"", None, 307, {"location": location})
+            return _plain(b"", None, 307, {"location": location})
         if not methods:
-            return self._json(request, {"detail": "Not Found"}, 404)
+            return _json({"detail": "Not Found"}, 404)
         handler = methods.get(request.method)
         if handler is None:
             allowed = ", ".join(methods)
-            return self._json(request, {"detail": "Method Not Allowed"}, 405, {"allow": allowed})
+            return _json({"detail": "Method Not Allowed"}, 405, {"allow": allowed})
         if request.headers.get("content-encoding", "identity") != "identity":
-            return self._json(request, {"detail": "There was an error parsing the body"}, 400)
+            return _json({"detail": "There was an error parsing the body"}, 400)
         return await handler(request, body)
 
     # --- generation ---------------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class Routes:
         return handler
 
     async def _response(self, request: web.BaseRequest, _: bytes) -> web.StreamResponse:
-        return self._json(request, self._service.response(request.path.removeprefix(_RESPONSES)))
+        return _json(self._service.response(request.path.removeprefix(_RESPONSES)))
 
     async def _cancel_response(self, request: web.BaseRequest, _: bytes) -> web.StreamResponse:
         self._service.response(request.path.removeprefix(_RESPONSES).removesuffix("/cancel"))
@@ -139,13 +139,13 @@ class Routes:
 
     # --- names and tokens ---------------------------------------------------------------------------------------------
 
-    async def _models(self, request: web.BaseRequest, _: bytes) -> web.StreamResponse:
-        return self._json(request, models_body(self._service.limits, self._service.models))
+    async def _models(self, _: web.BaseRequest, __: bytes) -> web.StreamResponse:
+        return _json(models_body(self._service.limits, self._service.models))
 
     async def _count_tokens(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
         tokens = messages_request(_object(request, body), self._service.limits, counting=True).prompt_tokens
         shown = {"input_tokens": tokens, "context_management": {"original_input_tokens": tokens}}
-        return self._json(request, shown)
+        return _json(shown)
 
     async def _tokenize(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
         fields = _object(request, body)
@@ -156,7 +156,7 @@ class Routes:
         tokens = chat_tokens(messages) if isinstance(messages, list) else tokens_of(str(prompt))
         strings = [text_of([token]) for token in tokens] if fields.get("return_token_strs") else None
         shown = {"count": len(tokens), "max_model_len": self._service.max_model_len, "tokens": tokens}
-        return self._json(request, {**shown, "token_strs": strings})
+        return _json({**shown, "token_strs": strings})
 
     async def _detokenize(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
         fields = _object(request, body)
@@ -164,7 +164,7 @@ class Routes:
         tokens = fields.get("tokens")
         if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
             raise invalid("missing", "body.tokens", "Field required", f"<dict of {len(fields)} items>")
-        return self._json(request, {"prompt": text_of(tokens)})
+        return _json({"prompt": text_of(tokens)})
 
     async def _load_adapter(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
         fields = _object(request, body)
@@ -181,29 +181,29 @@ class Routes:
             message += "--enable-lora to enable LoRA.', please check the stack trace above for the root cause"
             raise ApiError(500, message, "InternalServerError")
         self._service.models[name] = path
-        return self._plain(request, f"Success: LoRA adapter '{name}' added successfully.".encode(), None)
+        return _plain(f"Success: LoRA adapter '{name}' added successfully.".encode(), None)
 
     async def _unload_adapter(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
         name = _text_field(_object(request, body), "lora_name")
         if name not in self._service.limits.adapters:
             raise ApiError(404, f"The lora adapter '{name}' cannot be found.", "NotFoundError")
         del self._service.models[name]
-        return self._plain(request, f"Success: LoRA adapter '{name}' removed successfully.".encode(), None)
+        return _plain(f"Success: LoRA adapter '{name}' removed successfully.".encode(), None)
 
     # --- operation ----------------------------------------------------------------------------------------------------
 
-    async def _empty(self, request: web.BaseRequest, _: bytes) -> web.StreamResponse:
-        return self._plain(request, b"", None)
+    async def _empty(self, _: web.BaseRequest, __: bytes) -> web.StreamResponse:
+        return _plain(b"", None)
 
     def _fixed(self, shown: Body) -> Handler:
-        async def handler(request: web.BaseRequest, _: bytes) -> web.StreamResponse:
-            return self._json(request, shown)
+        async def handler(_: web.BaseRequest, __: bytes) -> web.StreamResponse:
+            return _json(shown)
 
         return handler
 
-    async def _metrics(self, request: web.BaseRequest, _: bytes) -> web.StreamResponse:
+    async def _metrics(self, _: web.BaseRequest, __: bytes) -> web.StreamResponse:
         page = generate_latest(self._service.metrics.registry)
-        return self._plain(request, page, "text/plain; version=1.0.0; charset=utf-8")
+        return _plain(page, "text/plain; version=1.0.0; charset=utf-8")
 
     async def _metrics_app(self, request: web.BaseRequest, _: bytes) -> web.StreamResponse:
         """Serves vLLM's second metrics page, which filters by `name[]`, supports OpenMetrics and compresses."""
@@ -214,14 +214,14 @@ class Routes:
         if "openmetrics" not in accept:
             content_type = "text/plain; version=0.0.4; charset=utf-8"
         page = encode(registry.restricted_registry(names) if names else registry)
-        response = web.StreamResponse(headers=headers_of(self._service, request, content_type))
+        response = web.StreamResponse(headers=headers_of(content_type))
         if "gzip" in request.headers.get("accept-encoding", ""):
             response.enable_compression(web.ContentCoding.gzip)
         await response.prepare(request)
         await response.write(page)
         return response
 
-    async def _fault(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
+    async def _fault(self, _: web.BaseRequest, body: bytes) -> web.StreamResponse:
         """Sets or clears a fault. vLLM has no such route.
 
         The body is `{"kind": ..., "factor": 10, ...}` as for `FaultSwitch.set`. Without a kind, it clears the fault.
@@ -253,7 +253,7 @@ class Routes:
             )
             # Send the response before the fault closes its connection.
             asyncio.get_running_loop().call_later(0.01, switch_on)
-        return self._json(request, {"kind": kind})
+        return _json({"kind": kind})
 
     async def _kv_transfer(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
         """Handles another replica's notice about a KV transfer. vLLM has no such route."""
@@ -265,25 +265,18 @@ class Routes:
         if notice not in list(nixl.Notice):
             raise ApiError(400, f"there is no notice {notice!r}; known: {', '.join(nixl.Notice)}", param="notice")
         kept = connector.handle_notice(nixl.Notice(notice), engine_id, request_id)
-        return self._json(request, {"kept": kept}, 200 if kept else 410)
+        return _json({"kept": kept}, 200 if kept else 410)
 
-    # --- answers ------------------------------------------------------------------------------------------------------
 
-    def _json(
-        self, request: web.BaseRequest, shown: Body, status: int = 200, extra: Mapping[str, str] | None = None
-    ) -> web.StreamResponse:
-        return self._plain(request, orjson.dumps(shown), "application/json", status, extra)
+def _json(shown: Body, status: int = 200, extra: Mapping[str, str] | None = None) -> web.StreamResponse:
+    return _plain(orjson.dumps(shown), "application/json", status, extra)
 
-    def _plain(
-        self,
-        request: web.BaseRequest,
-        data: bytes,
-        content_type: str | None,
-        status: int = 200,
-        extra: Mapping[str, str] | None = None,
-    ) -> web.StreamResponse:
-        headers = {**headers_of(self._service, request, content_type, len(data)), **(extra or {})}
-        return web.Response(status=status, body=data or None, headers=headers)
+
+def _plain(
+    data: bytes, content_type: str | None, status: int = 200, extra: Mapping[str, str] | None = None
+) -> web.StreamResponse:
+    headers = {**headers_of(content_type, len(data)), **(extra or {})}
+    return web.Response(status=status, body=data or None, headers=headers)
 
 
 def _object(request: web.BaseRequest, body: bytes) -> Body:

@@ -366,6 +366,8 @@ def _integer(body: Body, name: str) -> int | None:
         return value
     try:
         return int(value)
+    except OverflowError:
+        raise invalid("finite_number", f"body.{name}", "Input should be a finite number", value) from None
     except (TypeError, ValueError):
         message = "Input should be a valid integer, unable to parse string as an integer"
         raise invalid("int_parsing", f"body.{name}", message, value) from None

@@ -34,7 +34,6 @@ class ReplicaOptions:
 
     - `kv_tokens`: None means the size in the profile.
     - `max_model_len`: None means 32768 or the size of the KV cache, whichever is less.
-    - `max_queued_requests`: Limit of requests in flight. Further requests get 503.
     - `reply_tokens`: (Least, most) tokens after which an answer ends by itself, unless the request sets `ignore_eos`.
     - `sse_keep_alive_s`: Pause in a stream after which an SSE comment is sent.
     - `text`: Pseudo-words, or `numbered` tokens. A prompt with the first part of a numbered answer gets the rest.
@@ -60,14 +59,12 @@ class ReplicaOptions:
     kv_tokens: int | None = None
     max_model_len: int | None = None
     max_num_batched_tokens: int = 8192
-    max_queued_requests: int | None = None
     speed: float = 1.0
     noise: bool = True
     seed: int = 0
     api_key: str | None = None
     reply_tokens: tuple[int, int] = (64, 512)
     prompt_tokens_details: bool = True
-    request_id_headers: bool = False
     sse_keep_alive_s: float | None = None
     text: Literal["words", "numbered"] = "words"
     join: Join = "same"
@@ -163,7 +160,7 @@ class Service:
             self.pacer.abort()
 
     def refuse_if_due(self) -> None:
-        """Raises ApiError for a new generation request if a fault or a full queue refuses it."""
+        """Raises ApiError for a new generation request if a fault refuses it."""
         if self.faults.kind is FaultKind.ENGINE_DEAD:
             raise engine_dead()
         if self.faults.hits(FaultKind.UNAUTHORIZED):
@@ -174,9 +171,7 @@ class Service:
             raise ApiError(500, "out of luck", "InternalServerError")
         if self.faults.hits(FaultKind.DRAINING_500):
             raise ApiError(500, "cannot schedule new futures after shutdown", "InternalServerError")
-        limit = self.options.max_queued_requests
-        full = limit is not None and self.in_flight >= limit
-        if full or self.faults.hits(FaultKind.BUSY_503):
+        if self.faults.hits(FaultKind.BUSY_503):
             self.metrics.rejections += 1
             message = "The engine is currently busy and cannot accept new requests. "
             raise ApiError(503, message + "Please try again later or on a different instance.", "Service Unavailable")

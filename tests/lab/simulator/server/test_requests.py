@@ -104,6 +104,14 @@ async def test_bodies_that_are_no_json(replica: Replica, client: aiohttp.ClientS
     assert replica.requests_seen[-1].body == packed, "bodies are not unpacked"
 
 
+async def test_a_number_beyond_all_numbers_is_refused(client: aiohttp.ClientSession) -> None:
+    body = json.dumps(CHAT).replace('"max_tokens": 3', '"max_tokens": 1e400')
+    async with client.post(CHAT_PATH, data=body, headers={"content-type": "application/json"}) as answer:
+        error = (await answer.json())["error"]
+    assert (answer.status, error["type"], error["param"]) == (400, "Bad Request", "body.max_tokens")
+    assert "finite_number" in error["message"]
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status", "text"),
     [
@@ -112,6 +120,7 @@ async def test_bodies_that_are_no_json(replica: Replica, client: aiohttp.ClientS
         ("GET", "/v1/models/base", 404, '{"detail":"Not Found"}'),
         ("GET", CHAT_PATH, 405, '{"detail":"Method Not Allowed"}'),
         ("HEAD", "/health", 405, ""),
+        ("HEAD", "/metrics", 200, ""),
         ("GET", "/health", 200, ""),
         ("POST", "/ping", 200, ""),
         ("GET", "/version", 200, '{"version":"0.32.0"}'),
