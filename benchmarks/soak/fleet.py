@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.fleet import WITH_ADMIN, Fleet, fleet
+from benchmarks.fleet import WITH_ADMIN, Fleet, fleet, total_of
 from benchmarks.soak.probe import PATH_VARIABLE
 from llmproxy.config.value_types import hash_of
 
@@ -60,8 +60,7 @@ async def soaked() -> AsyncIterator[tuple[Fleet, Path]]:
 
 async def all_available(running: Fleet) -> bool:
     """Returns whether all backends are available."""
-    found = re.findall(r"^llmproxy_backend_available{.*} 1\.0$", await running.metrics(), re.MULTILINE)
-    return len(found) == len(MODELS)
+    return total_of(await running.metrics(), "llmproxy_backend_available") == len(MODELS)
 
 
 async def counted(running: Fleet) -> Counter[str]:

@@ -6,8 +6,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
+from pydantic.main import IncEx
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -33,12 +34,9 @@ if TYPE_CHECKING:
 
 FILES = ("result.json", "report.html")
 SCALE_LEAST, SCALE_MOST = 1e-3, 1e3
-READ: Final = {
-    **dict.fromkeys(("bands", "health", "models", "poll", "queue", "retry", "scaling", "tenants", "timeouts"), True),
-    "backends": {"__all__": {"name", "max_in_flight"}},
-}
-"""The sections of the configuration that a simulation reads, beside `scheduling`."""
-SECRET: Final = {"tenants": {"__all__": {"keys", "cache_salt"}}}
+READ = frozenset(("bands", "health", "models", "poll", "queue", "retry", "scaling", "tenants", "timeouts"))
+"""The sections of the configuration that a simulation reads, beside `scheduling` and the limits of `backends`."""
+HIDDEN: IncEx = {"tenants": {"__all__": {"keys", "cache_salt"}}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +125,9 @@ def _simulate(options: SimulateOptions) -> None:
             _write(options.out, options, result, own, _extra(finished, sizes, simulation.wanted))
     finally:
         _print(console, result, found[0], sizes, simulation.wanted)
-    for name in FILES if options.out is not None else ():
-        console.print(f"wrote {options.out / name}", soft_wrap=True, markup=False)
+    if options.out is not None:
+        for name in FILES:
+            console.print(f"wrote {options.out / name}", soft_wrap=True, markup=False)
 
 
 def _print(console: Console, result: SimulationResult, found: Survey, sizes: Sequence[Sizes], wanted: Wanted) -> None:
@@ -257,15 +256,16 @@ def _description(
         **settings(options.config),
         "version": __version__,
     }
-    return {name: value for name, value in inputs.items() if value not in (None, [])}
+    return {name: value for name, value in inputs.items() if value not in (None, [], {})}
 
 
 def settings(config: Config) -> dict[str, Any]:
     """Returns the scheduling settings, and all other settings that a simulation reads, if they are no defaults."""
-    changed = config.model_dump(mode="json", exclude_defaults=True, include=READ, exclude=SECRET)
+    changed = config.model_dump(mode="json", exclude_defaults=True, include=set(READ), exclude=HIDDEN)
     return {
         "scheduling": config.scheduling.model_dump(mode="json"),
         "queue_max_wait_s": config.queue.max_wait_s,
+        "max_in_flight": {one.name: one.max_in_flight for one in config.backends if one.max_in_flight is not None},
         "configuration": changed,
     }
 

@@ -107,8 +107,8 @@ def test_it_tells_what_replaced_the_defaults(trace: str, folder: Path) -> None:
     assert simulate(trace, *flags, "--fleet-size", "1,2").exit_code == 0
     config = result_in(folder).config
     assert (config["objective"], config["fleet_size"]) == ("ttft=5s", "1,2")
+    assert config["max_in_flight"] == {"gpu-0": 3}
     assert config["configuration"] == {
-        "backends": [{"name": "gpu-0", "max_in_flight": 3}],
         "queue": {"max_wait_s": 7.0},
         "tenants": [{"name": "acme", "weight": 3.0}],
     }

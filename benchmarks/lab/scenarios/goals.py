@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from statistics import fmean
 
 from benchmarks.lab.scenarios.scenario import Place
 from llmproxy.lab.results.objectives import scaled_profile
-from llmproxy.lab.results.result import GroupResult, RunResult
+from llmproxy.lab.results.result import GroupResult, RunResult, mean_of
 
 Figure = Callable[[RunResult], float | None]
 
 
 def mean(runs: Sequence[RunResult], figure: Figure) -> float | None:
     """Returns the mean of a figure over the seeds that have it; None if no seed has it."""
-    known = [value for run in runs if (value := figure(run)) is not None]
-    return fmean(known) if known else None
+    return mean_of(map(figure, runs))
 
 
 def worst(runs: Sequence[RunResult], figure: Figure) -> float | None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 
 from rich import box
 from rich.console import Console
@@ -14,7 +13,7 @@ from benchmarks.lab.scenarios.scenario import OURS, Found, Place
 from benchmarks.lab.scenarios.statistics import Ratio, paired_ratio
 from llmproxy.lab.policies.by_name import ORACLE
 from llmproxy.lab.results.report import Extra, ExtraTable, page
-from llmproxy.lab.results.result import SimulationResult, load_label, to_bytes
+from llmproxy.lab.results.result import SimulationResult, load_label, mean_of, row_of, to_bytes
 from llmproxy.lab.run.runs import Finished
 
 Runs = Callable[[Place, str, Sequence[int]], list[Finished]]  # Returns the runs of a policy at a place, by seed.
@@ -163,38 +162,31 @@ def write_pages(out: Path, found: Sequence[Place], runs: Runs, seeds: Sequence[i
 
 
 def _figures(place: Place, some: Sequence[Finished]) -> list[str]:
-    runs = [one.run for one in some]
-    tpot_ms = (None if run.tpot_s.p99 is None else 1e3 * run.tpot_s.p99 for run in runs)
-    apart = (run.service_difference_tokens for run in runs)
+    row = row_of("", [one.run for one in some])
+    apart = mean_of(one.run.service_difference_tokens for one in some)
     return [
         _number(_mean(place, some)),
-        _share(run.goodput for run in runs),
-        _number(_known(run.ttft_s.p50 for run in runs)),
-        _number(_known(run.ttft_s.p99 for run in runs)),
-        _number(_known(tpot_ms)),
-        _share(run.hit_tokens_ratio for run in runs),
-        _number(_known(run.prefill_imbalance for run in runs)),
-        _share(run.refused / run.offered for run in runs if run.offered),
-        _share(run.failed / run.offered for run in runs if run.offered),
-        _number(_known(None if tokens is None else tokens / 1e3 for tokens in apart)),
+        _share(row.goodput),
+        _number(row.ttft_p50_s),
+        _number(row.ttft_p99_s),
+        _number(row.tpot_p99_s, 1e3),
+        _share(row.hit),
+        _number(row.imbalance),
+        _share(row.refused),
+        _share(row.failed),
+        _number(apart, 1e-3),
     ]
 
 
 def _mean(place: Place, some: Sequence[Finished]) -> float | None:
-    return _known(place.scenario.decides.of(one.run) for one in some)
+    return mean_of(place.scenario.decides.of(one.run) for one in some)
 
 
-def _known(figures: Iterable[float | None]) -> float | None:
-    known = [figure for figure in figures if figure is not None]
-    return fmean(known) if known else None
+def _number(figure: float | None, factor: float = 1.0) -> str:
+    return "–" if figure is None else f"{factor * figure:.3g}"
 
 
-def _number(figure: float | None) -> str:
-    return "–" if figure is None else f"{figure:.3g}"
-
-
-def _share(figures: Iterable[float | None]) -> str:
-    figure = _known(figures)
+def _share(figure: float | None) -> str:
     return "–" if figure is None else f"{100 * figure:.1f}%"
 
 

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import NoCapacity, NoMatch, Placed, Request, Usage, Verdict
 from llmproxy.core.placement.policy import NO_CAPACITY, Placement
-from llmproxy.lab.baselines.common import Ledger, candidates, highest
+from llmproxy.lab.baselines.common import Ledger, candidates, highest, prompt_blocks
 from llmproxy.lab.baselines.index import Block, BlockIndex
 from llmproxy.lab.baselines.policy import Baseline, Surroundings, baselines
 
@@ -235,11 +236,8 @@ class EndpointPicker(Placement):
         self.tokens_in_flight.take_back(lease)
 
     def _blocks(self, request: Request) -> list[Block]:
-        """Returns the prompt's blocks in the trace. The last may be partial; blocks without an id match nothing."""
-        known, size = self._around.prompts[request.id], self._around.block_tokens
-        count = min(-(-known.tokens // size), max(1, PROMPT_TOKENS_MAX // size))
-        blocks: list[Block] = list(known.blocks[:count])
-        return blocks + [(request.id, i) for i in range(len(blocks), count)]
+        count = max(1, PROMPT_TOKENS_MAX // self._around.block_tokens)
+        return list(islice(prompt_blocks(request, self._around), count))
 
     def _fit_index(self, view: View) -> None:
         """Makes the index of this backend as large as its KV cache."""

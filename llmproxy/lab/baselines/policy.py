@@ -44,8 +44,6 @@ class Baseline:
     make: Callable[[Surroundings], Placement]
     # Interval at which the policy reads metrics; None if it reads none.
     scrape_s: float | None = None
-    # Fairness policy of the queue before the placement. The queue stays empty if the placement never waits.
-    fairness: str = "fcfs"
 
 
 baselines: Registry[Callable[[], Baseline]] = Registry("baseline")

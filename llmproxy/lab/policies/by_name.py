@@ -9,7 +9,6 @@ from math import inf
 from pydantic import ValidationError
 
 from llmproxy.config import Config, SchedulingConfig, settings_of
-from llmproxy.config.document import OLD_KEYS
 from llmproxy.config.value_types import nearest
 from llmproxy.core.placement.cost import CostPlacement
 from llmproxy.core.placement.policy import Placement, make, presets
@@ -97,7 +96,7 @@ def plan_named(text: str, config: Config) -> PolicyPlan:
     capacity = replace(settings.capacity, stale_after_s=inf)
     settings = replace(
         settings,
-        fairness=baseline.fairness,
+        fairness="fcfs",
         ordering="fcfs",
         ceilings={},
         min_shares={},
@@ -134,7 +133,6 @@ def _without(text: str, given: str) -> frozenset[str]:
 
 def _with(config: Config, text: str, given: Mapping[str, str]) -> Config:
     known = [key for key in SchedulingConfig.model_fields if key not in NOT_HERE]
-    given = {OLD_KEYS.get(f"scheduling.{key}", key).removeprefix("scheduling."): value for key, value in given.items()}
     for key in given:
         if key not in known:
             raise ValueError(f"policy {text!r}: unknown key {key!r} (nearest: {nearest(key, tuple(known))!r})")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
@@ -367,7 +367,7 @@ def load_points(result: SimulationResult) -> list[LoadPoint]:
     for prefill, rate in loads:
         here = [run for run in result.runs if (run.prefill_scale, run.rate_scale) == (prefill, rate)]
         by_policy = {policy: [run for run in here if run.policy == policy] for policy in policies}
-        rows = tuple(_row(policy, runs) for policy, runs in by_policy.items() if runs)
+        rows = tuple(row_of(policy, runs) for policy, runs in by_policy.items() if runs)
         points.append(LoadPoint(rate, prefill, rows, result.bounds.get(load_label(rate, prefill), {})))
     return points
 
@@ -378,7 +378,7 @@ def best(rows: Iterable[Row], field: str) -> float | None:
     return (max if field in ("goodput", "hit") else min)(figures, default=None)
 
 
-def _row(policy: str, runs: list[RunResult]) -> Row:
+def row_of(policy: str, runs: Sequence[RunResult]) -> Row:
     goodputs = [run.goodput for run in runs if run.goodput is not None]
     return Row(
         policy=policy,

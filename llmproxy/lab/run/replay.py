@@ -267,9 +267,6 @@ class Run:
             if arrival.then is not None:
                 await asyncio.sleep(arrival.think_s)
                 self._begin(arrival.then)
-        elif arrival.retries:
-            await asyncio.sleep(arrival.retry_after_s)
-            self._begin(replace(arrival, retries=arrival.retries - 1))
         else:
             self._give_up(arrival.then, record)
 

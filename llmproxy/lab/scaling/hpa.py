@@ -20,7 +20,6 @@ class HpaRules:
     """
 
     tolerance: float = 0.1
-    up_window_s: float = 0.0
     down_window_s: float = 300.0
     up_pods: int = 4
     up_share: float = 1.0
@@ -64,20 +63,16 @@ class Hpa:
         return self.replicas
 
     def _stabilised(self, wanted: int, now: float) -> int:
-        """Returns the number of replicas after the stabilisation windows of the HPA; `wanted` is the present wish.
+        """Returns the number of replicas after the stabilisation window of the HPA; `wanted` is the present wish.
 
-        A smaller number is raised to the largest wish of the last `down_window_s`, a larger one is reduced to the
-        smallest wish of the last `up_window_s`.
+        A smaller number is raised to the largest wish of the last `down_window_s`.
         """
-        rules = self._rules
         self._wanted.append((now, wanted))
-        while self._wanted[0][0] < now - max(rules.up_window_s, rules.down_window_s):
+        while self._wanted[0][0] < now - self._rules.down_window_s:
             self._wanted.popleft()
-        highest = max(count for at_s, count in self._wanted if at_s >= now - rules.down_window_s)
-        lowest = min(count for at_s, count in self._wanted if at_s >= now - rules.up_window_s)
         if wanted < self.replicas:
-            return min(self.replicas, highest)
-        return max(self.replicas, lowest)
+            return min(self.replicas, max(count for _, count in self._wanted))
+        return wanted
 
     def _limited(self, wanted: int, now: float) -> int:
         """Limits the change by the policies, from the number of replicas at the begin of their period."""

@@ -32,7 +32,6 @@ class Look:
 class Signal:
     """A metric with its target per replica and its scaling rules."""
 
-    about: str
     value: Callable[[Look], float | None]
     target: float
     rules: HpaRules = DEFAULTS
@@ -64,10 +63,10 @@ def _late(look: Look) -> float | None:
 
 
 SIGNALS: Mapping[str, Signal] = {
-    "ours": Signal("the work in replicas, as /scale says it", _ours, 1.0, FOLLOWING),
-    "static": Signal("as many as there may be, always", lambda _: float("inf"), 1.0),
-    "hpa_queue": Signal("requests that wait, 5 for each replica", _queue, 5.0),
-    "hpa_batch": Signal("requests that run, 16 for each replica", _running, 16.0),
-    "slo_p90": Signal("90 % quantile of the time to the first token over its objective", _late, 1.0),
-}  # fmt: skip
+    "ours": Signal(_ours, 1.0, FOLLOWING),
+    "static": Signal(lambda _: float("inf"), 1.0),
+    "hpa_queue": Signal(_queue, 5.0),
+    "hpa_batch": Signal(_running, 16.0),
+    "slo_p90": Signal(_late, 1.0),
+}
 """Signals by their names in `--scale`."""

@@ -39,10 +39,6 @@ class Arrival:
     # this request fails.
     think_s: float = 0.0
     then: Arrival | None = None
-    # After a failure or refusal, the client sends the request again `retry_after_s` later, at most `retries` times.
-    # Each repetition counts as another request.
-    retries: int = 0
-    retry_after_s: float = 0.0
     # Whether `output_tokens` is an assumption, because the real request got no answer.
     guessed: bool = False
     # Whether the answer comes as a whole, and not as a stream.

@@ -41,7 +41,6 @@ def test_the_names_are_fixed() -> None:
         "llmd_pd",
     ]
     assert {baseline_named(name).scrape_s for name in GATED} == {0.05}
-    assert {baseline_named(name).fairness for name in NAMES} == {"fcfs"}
 
 
 def test_only_those_up_that_serve_the_model_are_chosen_however_full(name: str) -> None:

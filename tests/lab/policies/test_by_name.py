@@ -45,7 +45,7 @@ def test_every_plain_name_has_a_plan_of_that_name(name: str) -> None:
         assert not plan.settings.ceilings
     if name in NAMES:
         assert plan.scrape_s == baseline_named(name).scrape_s
-        assert plan.settings.fairness == baseline_named(name).fairness
+        assert plan.settings.fairness == "fcfs"
         assert plan.settings.capacity.stale_after_s == inf
 
 
@@ -102,7 +102,6 @@ def test_who_goes_next_can_be_said_in_a_name() -> None:
     settings = plan_named(text, Config()).settings
     assert (settings.fairness, settings.ordering, settings.fairness_cost) == ("slo", "least_slack", "requests")
     assert settings.preemption is False
-    assert plan_named("blend(withdrawal=false)", Config()).settings.preemption is False, "the old name of the key"
     assert [settings.ceiling(band) for band in (100, 0, -100)] == [1.0, 0.9, 0.6]
 
 

@@ -221,8 +221,11 @@ def test_an_answer_is_good_if_it_keeps_both_of_its_objectives() -> None:
 def test_a_whole_answer_has_no_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[bool | None] = []
     monkeypatch.setattr(Dispatcher, "ended", lambda _, __, met: told.append(met))
-    objectives = [{}, {"ttft_slo_s": 0.2, "tpot_slo_s": 0.001}, {"ttft_slo_s": 0.0001}]
-    arrivals = [Arrival(10.0 * i, 500, 50, whole=True, **one) for i, one in enumerate(objectives)]
+    arrivals = [
+        Arrival(0.0, 500, 50, whole=True),
+        Arrival(10.0, 500, 50, whole=True, ttft_slo_s=0.2, tpot_slo_s=0.001),
+        Arrival(20.0, 500, 50, whole=True, ttft_slo_s=0.0001),
+    ]
     ends = records_of(setup(arrivals, on=fleet(1)))
     assert {(one.ttft_s, one.tpot_s, one.backend_ttft_s, one.hit_tokens) for one in ends} == {(None, None, None, 0)}
     assert {one.output_tokens for one in ends} == {50}

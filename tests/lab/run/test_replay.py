@@ -177,20 +177,6 @@ def test_a_replica_that_joins_late_serves_only_then() -> None:
     assert 3.0 <= first_s < 3.5
 
 
-def test_a_client_whose_request_failed_sends_it_again_some_times() -> None:
-    # The only replica is there from the sixth second on. Whoever waits less is refused, and comes again.
-    small = fleet(1)
-    late = SimulatedFleet("late", (replace(small.replicas[0], joins_s=6.0),))
-    patient = Config.model_validate({"backends": [{"url": "http://a:1"}], "queue": {"startup_wait_s": 1.0}})
-    arrivals = [Arrival(0.0, 100, 10, retries=retries, retry_after_s=1.0) for retries in (0, 2, 9)]
-    ends = records_of(setup(arrivals, "blend", late, patient))
-    by_client = [sum(one.arrival.retries <= most for one in ends) for most in (0, 2, 9)]
-    # A refusal, then three, then a refusal every two seconds until there is a replica.
-    assert Counter(one.outcome for one in ends) == {Outcome.REJECTED_NO_BACKENDS: 1 + 3 + 3, Outcome.COMPLETED: 1}
-    assert by_client == [2, 4, 8]
-    assert [one.arrived_s for one in ends if one.outcome is Outcome.COMPLETED] == [pytest.approx(6.0)]
-
-
 @pytest.mark.slow
 def test_readings_that_are_lost_or_old_lose_no_request() -> None:
     faults = [
