@@ -96,7 +96,7 @@ def predict(
     again = ["llmproxy", "simulate", "--trace", f"{folder / REQUESTS}", "--fleet", f"{folder / 'fleet.yaml'}"]
     again += [] if config_file is None else ["--config", f"{config_file}"]
     again += ["--prefill-scale", f"{prefill_scale:g}"]
-    Console().print(f"Again, with other policies: {join(again)}", markup=False)
+    Console().print(f"Again, with other policies: {join(again)}", soft_wrap=True, markup=False)
 
 
 def _predict(

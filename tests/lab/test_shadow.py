@@ -74,7 +74,7 @@ def test_the_report_fits_what_was_measured(tmp_path: Path, capsys: pytest.Captur
     record(tmp_path)
     config_file = tmp_path / "my config.yaml"
     predict(tmp_path, Config(), "round_robin", workers=1, config_file=config_file)
-    assert f"--config '{config_file}' --prefill-scale" in capsys.readouterr().out.replace("\n", " ")
+    assert f"--config '{config_file}' --prefill-scale" in capsys.readouterr().out
     result = SimulationResult.model_validate_json((tmp_path / "result.json").read_bytes())
     assert result.config["queue_max_wait_s"] == Config().queue.max_wait_s
     runs = {run.policy: run for run in result.runs}
