@@ -87,8 +87,8 @@ def init(
     The exit code is 1 if the file was written but no server is usable now, and 2 if no file was written.
     """
     from llmproxy.tools.doctor.carried import NotReadError
-    from llmproxy.tools.doctor.init import configuration, write
-    from llmproxy.tools.doctor.look import look_at, look_at_unnamed
+    from llmproxy.tools.doctor.init import OPEN, configuration, write
+    from llmproxy.tools.doctor.look import NO_KEY, look_at, look_at_unnamed
     from llmproxy.tools.doctor.presets import PRESETS
     from llmproxy.tools.doctor.report import report
     from llmproxy.tools.doctor.router_files import read_from
@@ -115,7 +115,9 @@ def init(
             replicas += carried.leave_foreign(found)
             if not replicas and not looked_up:
                 fail([findings, f"llmproxy init: no server of {carried.router} answers like an engine"])
-        text = configuration(replicas, looked_up, preset, carried, has_key=key is not None)
+        asked = any(replica.status in NO_KEY for replica in replicas)
+        has_key = key is not None or asked or (carried is not None and carried.servers_key)
+        text = configuration(replicas, looked_up, preset, carried, has_key=has_key)
         warnings = write(text, out)
     except NotReadError as error:
         fail([f"llmproxy init: {error}"])
@@ -131,10 +133,13 @@ def init(
     typer.echo(f"\n{out}: written; backends: {len(replicas) + len(looked_up)}{less}")
     if carried is not None and carried.left:
         typer.echo(f"Not carried over from {carried.router}: {len(carried.left)}, listed at its end")
-    with_key = f"{PREFIX}BACKEND_API_KEY=... " if key else ""
+    with_key = f"{PREFIX}BACKEND_API_KEY=... " if has_key else ""
     if unusable == len(replicas) and not looked_up:
         typer.echo(f"No server is usable now. Follow the advice above, and look again: {with_key}llmproxy doctor {out}")
+        typer.echo("If you repeat `llmproxy init`, add --force.")
         raise typer.Exit(1)
+    if has_key or (carried is not None and carried.clients_key):
+        typer.echo(OPEN)
     typer.echo(f"Next: {with_key}llmproxy serve --config {out}")
 
 

@@ -44,6 +44,9 @@ class Carried(Struct):
     keys: dict[str, Any] = field(default_factory=dict)
     # Alias of a model -> names of the models behind it.
     aliases: dict[str, list[str]] = field(default_factory=dict)
+    # Whether its servers, and its clients, needed an API key.
+    servers_key: bool = False
+    clients_key: bool = False
     # The settings that have no equivalent, with reasons.
     left: list[str] = field(default_factory=list)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from llmproxy.config import BackendConfig, ConfigError, load, reference, warnings_of
 from llmproxy.tools.doctor.carried import Carried
-from llmproxy.tools.doctor.look import Replica
+from llmproxy.tools.doctor.look import LLAMA_CPP, Replica
 from llmproxy.tools.doctor.presets import PRESETS, Preset, Setting
 from llmproxy.tools.doctor.report import base_models, engine_of, fleet_problems
 from llmproxy.tools.terminal import printable
@@ -18,6 +18,7 @@ from llmproxy.tools.terminal import printable
 COLUMNS = 100
 HEAD = "Every key that is not here has its default: `llmproxy config` prints them all."
 KEY = "The servers want an API key: set LLMPROXY_BACKEND_API_KEY for `llmproxy serve`. Every server above gets it."
+OPEN = "llmproxy asks clients for no key until you set api_keys or tenants, even if your servers or your router did."
 
 
 def configuration(
@@ -49,7 +50,7 @@ def configuration(
     for problem in fleet_problems(replicas):
         lines += _comment(f"{problem.text}. {problem.remedy}")
     if has_key:
-        lines += _comment(KEY)
+        lines += _comment(f"{KEY} {OPEN}")
     lines += _models(replicas, chosen, carried)
     lines += _settings([one for one in settings.values() if "." in one.key])
     if carried is not None and carried.left:
@@ -79,7 +80,11 @@ def write(text: str, path: Path) -> list[str]:
 def _backend(replica: Replica) -> Iterator[str]:
     models = ", ".join(printable(card.name) for card in base_models(replica))
     about = f"  # {engine_of(replica)}: {models}" if replica.usable else ""
-    yield f"  - {_text(_url(replica.backend))}{about}"
+    entry: Any = _url(replica.backend)
+    if replica.engine == LLAMA_CPP and replica.batch_limit is not None:
+        role = {} if replica.backend.role == "both" else {"role": replica.backend.role}
+        entry = {"url": replica.backend.url, **role, "max_in_flight": replica.batch_limit}
+    yield f"  - {_text(entry)}{about}"
     for problem in replica.problems:
         yield from _comment(f"{problem.text}. {problem.remedy}", "    ")
 

@@ -12,11 +12,13 @@ from typing import Any, TypeVar
 import orjson
 from msgspec import Struct, field
 
-from llmproxy.backends.engine_config import SERVER_INFO_PATH, parse_sequences
+from llmproxy.backends.engine_config import SEQUENCES_MAX, SERVER_INFO_PATH, parse_sequences
 from llmproxy.backends.metrics_text import parse_reading
 from llmproxy.backends.models import parse_listing
 from llmproxy.backends.poller import BODY_BYTES_MAX, hint_of
 from llmproxy.config import BackendConfig
+from llmproxy.config.value_types import integer_of
+from llmproxy.core.backends.batch_limit import UNPUBLISHED
 from llmproxy.core.domain import ModelCard
 from llmproxy.tools.terminal import printable
 from llmproxy.upstream.client import HttpUpstream
@@ -36,6 +38,7 @@ HTTP dates have whole seconds.
 WAIT = "Wait until the engine is up, or restart it."
 VLLM, SGLANG, LLAMA_CPP = "vLLM", "SGLang", "llama.cpp"
 OWNERS = {"vllm": VLLM, "sglang": SGLANG, "llamacpp": LLAMA_CPP}  # The field `owned_by` of a model -> the engine.
+PROPS_PATH = "/props"  # The configuration of llama.cpp.
 METRICS_ON = {
     VLLM: "Start vLLM without --disable-log-stats.",
     SGLANG: "Start SGLang with --enable-metrics.",
@@ -69,6 +72,8 @@ class Replica(Struct):
     models: list[ModelCard] = []
     # How many requests the server runs at once; None if it does not publish the number.
     batch_limit: int | None = None
+    # Whether the proxy can read its load, and learn its batch limit from that.
+    has_load: bool = False
     # How many tokens its KV cache holds; None if unknown.
     kv_tokens: int | None = None
     # The number of data-parallel engines behind the URL.
@@ -82,6 +87,8 @@ class Replica(Struct):
         """Returns why it may belong to others: it answered, but not like an engine. Empty for all other servers."""
         if self.engine or not 0 < self.status < 500:
             return ""
+        if self.status in NO_KEY:
+            return f"it wants an API key (/v1/models answers {self.status}); repeat init with --api-key KEY --force"
         fatal = (f"{problem.text}. {problem.remedy}" for problem in self.problems if problem.fatal)
         return next(fatal, "it lists models, but not like vLLM, SGLang or llama.cpp; if it is yours, give its URL too")
 
@@ -132,9 +139,9 @@ async def _look(backend: BackendConfig, upstream: Upstream, api_key: str | None)
     replica = Replica(backend)
     key = backend.api_key or api_key
     headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {})
-    paths = ("/v1/models", "/health", "/version", "/metrics", SERVER_INFO_PATH)
+    paths = ("/v1/models", "/health", "/version", "/metrics", SERVER_INFO_PATH, PROPS_PATH)
     found = await asyncio.gather(*(_get(upstream, backend.url, path, headers) for path in paths))
-    models, health, version, metrics, info = found
+    models, health, version, metrics, info, props = found
     if isinstance(models, Problem):
         replica.problems.append(models)
         return replica
@@ -147,6 +154,7 @@ async def _look(backend: BackendConfig, upstream: Upstream, api_key: str | None)
         elif health.status >= 500:
             replica.note(f"/health answers {health.status}", WAIT, fatal=True)
     if replica.usable:
+        replica.batch_limit = _batch_limit(replica, info, props)
         _read_metrics(replica, metrics)
         _read_config(replica, info)
         _compare_clocks(replica, models)
@@ -173,7 +181,7 @@ async def _get(upstream: Upstream, url: str, path: str, headers: Mapping[str, st
 
 def _read_models(replica: Replica, answer: _Answer, *, has_key: bool) -> None:
     if answer.status in NO_KEY:
-        remedy = "Give the right key with --api-key." if has_key else "Give its key with --api-key."
+        remedy = "Correct LLMPROXY_BACKEND_API_KEY, or its api_key." if has_key else "Set LLMPROXY_BACKEND_API_KEY."
         replica.note(f"/v1/models answers {answer.status}: it wants an API key", remedy, fatal=True)
         return
     address = "Give the address of the engine itself, without /v1, and with its path if it has one."
@@ -218,19 +226,36 @@ def _read_metrics(replica: Replica, answer: _Answer | Problem) -> None:
             replica.note(f"/metrics: {printable(str(error))}", "Its load is unknown to the proxy.")
             return
     if isinstance(answer, Problem) or reading is None:
+        found = "has no load of vLLM or SGLang"
         remedy = METRICS_ON.get(replica.engine, "The proxy counts its own requests.")
-        replica.note("its load is unknown: /metrics has no load of vLLM or SGLang", remedy)
+        if isinstance(answer, Problem) or answer.status != 200:
+            found = f"gives {answer.text}" if isinstance(answer, Problem) else f"answers {answer.status}"
+            # vLLM has this path with every option, so something else refuses it.
+            remedy = "The proxy must be able to read it." if replica.engine == VLLM else remedy
+        if replica.batch_limit is None and replica.backend.max_in_flight is None:
+            remedy += f" Up to {UNPUBLISHED} requests are sent to it at once: set its max_in_flight."
+        replica.note(f"its load is unknown: /metrics {found}", remedy)
         return
+    replica.has_load = True
     replica.kv_tokens = reading.kv_tokens
     replica.ranks = max(1, len(set(RANK.findall(answer.body))))
     if b"False" in PREFIX_CACHING.findall(answer.body):
         replica.note("prefix caching is off", "Start vLLM without --no-enable-prefix-caching.")
 
 
+def _batch_limit(replica: Replica, info: _Answer | Problem, props: _Answer | Problem) -> int | None:
+    answer = props if replica.engine == LLAMA_CPP else info
+    if isinstance(answer, Problem) or answer.status != 200:
+        return None
+    if replica.engine != LLAMA_CPP:
+        return parse_sequences(answer.body)
+    slots = integer_of(_object(answer.body).get("total_slots"))
+    return slots if slots is not None and 0 < slots <= SEQUENCES_MAX else None
+
+
 def _read_config(replica: Replica, answer: _Answer | Problem) -> None:
     if isinstance(answer, Problem) or answer.status != 200:
         return
-    replica.batch_limit = parse_sequences(answer.body)
     if replica.batch_limit is not None and replica.batch_limit < BATCH_SMALL * replica.ranks:
         each = replica.batch_limit // replica.ranks
         replica.note(f"it runs {each} requests at once", "Raise --max-num-seqs, if the KV cache has room for more.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from llmproxy.core.domain import ModelCard
-from llmproxy.tools.doctor.look import Problem, Replica
+from llmproxy.tools.doctor.look import LLAMA_CPP, Problem, Replica
 from llmproxy.tools.terminal import printable
 
 NAMES_SHOWN = 8
@@ -67,13 +67,22 @@ def _about(replica: Replica) -> Iterator[str]:
         more = f" and {len(adapters) - NAMES_SHOWN} more" if len(adapters) > NAMES_SHOWN else ""
         yield f"  adapters  {', '.join(adapters[:NAMES_SHOWN])}{more}"
     if replica.usable:
-        batch = "not published: the proxy learns its limit" if replica.batch_limit is None else replica.batch_limit
-        yield f"  batch     {batch}"
+        yield f"  batch     {_batch(replica)}"
     if replica.ranks > 1:
         yield f"  ranks     {replica.ranks} data-parallel engines behind this URL"
     if replica.kv_tokens is not None:
         yield f"  KV cache  {replica.kv_tokens:,} tokens"
     yield from _problems(replica.problems)
+
+
+def _batch(replica: Replica) -> str:
+    if replica.backend.max_in_flight is not None:
+        return f"{replica.backend.max_in_flight} (max_in_flight)"
+    if replica.batch_limit is None:
+        return "not published" + (": the proxy learns its limit" if replica.has_load else "")
+    if replica.engine == LLAMA_CPP:
+        return f"{replica.batch_limit}: set max_in_flight to it, as `llmproxy init` does"
+    return str(replica.batch_limit)
 
 
 def _problems(problems: Sequence[Problem]) -> Iterator[str]:

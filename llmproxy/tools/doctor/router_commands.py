@@ -57,6 +57,7 @@ def read_words(words: Sequence[str], flags: Flags) -> Carried:
         elif name == "--session-key":
             found.set("scheduling.session", [f"header:{value}"], written)
         elif SECRET.search(name):
+            found.clients_key |= "api-key" in name
             found.leave(name, "a secret; `llmproxy serve` takes it from LLMPROXY_API_KEY or LLMPROXY_BACKEND_API_KEY")
         elif list(keys) == ["backends"]:
             for url in _items(values):

@@ -27,6 +27,10 @@ def read_from(source: str, flags: Flags) -> Carried:
 
     Raises NotReadError.
     """
+    if re.match(r"(\S*/)?litellm\s+-", source):
+        if not (config := re.search(r"\s(?:--config|-c)[\s=]+(\S+)", source)):
+            raise NotReadError("commands of LiteLLM are not read: give its configuration file, or its servers' URLs")
+        source = config[1]
     if re.search(r"\s--\w", source):
         return read_command(source, flags)
     name = printable(source)
@@ -127,6 +131,8 @@ def _nginx(text: str, blocks: list[tuple[str, str]]) -> Carried:
                     found.leave(written, "llmproxy has no backup servers: every backend gets requests")
                 else:
                     found.add_backend(f"{scheme}://{directive[1]}")
+                    for weight in (word for word in directive if word.startswith("weight=")):
+                        found.leave(f"{weight} of {directive[1]}", "llmproxy measures the speed of servers")
             elif directive[0] in ("least_conn", "ip_hash", "hash", "random", "least_time"):
                 found.carry_placement(directive[0], directive[0])
             else:
@@ -139,16 +145,24 @@ def _nginx(text: str, blocks: list[tuple[str, str]]) -> Carried:
 
 OWN_SERVERS = frozenset({"hosted_vllm", "openai", "vllm", "text-completion-openai", "openai_like", "custom_openai"})
 """LiteLLM's names of the providers that mean a server of the user."""
-LITELLM_KEYS = {"num_retries": "retry.extra_attempts", "timeout": "timeouts.total_s"}
+LITELLM_KEYS = {
+    "num_retries": "retry.extra_attempts",
+    "timeout": "timeouts.total_s",
+    "request_timeout": "timeouts.total_s",
+}
 
 
 def _litellm(_: Flags, document: Document) -> Carried:
     found = Carried("LiteLLM")
     for entry in document["model_list"]:
         _add_deployment(found, str(entry["model_name"]), entry["litellm_params"])
-    settings = document.get("router_settings") or {}
-    for key, value in settings.items():
-        written = f"router_settings.{key}"
+    # Its router settings count before its general ones.
+    settings = [
+        (f"{part}.{key}", key, value)
+        for part in ("litellm_settings", "router_settings")
+        for key, value in (document.get(part) or {}).items()
+    ]
+    for written, key, value in settings:
         if key in LITELLM_KEYS:
             found.set(LITELLM_KEYS[key], value, f"{written} {value}")
         elif key == "model_group_alias":
@@ -160,7 +174,10 @@ def _litellm(_: Flags, document: Document) -> Carried:
             found.carry_placement(str(value), written)
         else:
             found.leave(written)
-    for name in document.keys() - {"model_list", "router_settings"}:
+    if isinstance(general := document.get("general_settings"), dict) and "master_key" in general:
+        found.clients_key = True
+        found.leave("general_settings.master_key", "a secret; api_keys, or tenants for its virtual keys")
+    for name in document.keys() - {"model_list", "router_settings", "litellm_settings"}:
         found.leave(str(name), "LiteLLM can stay in front for it")
     found.aliases = {name: targets for name, targets in found.aliases.items() if targets != [name]}
     return found
@@ -179,6 +196,7 @@ def _add_deployment(found: Carried, name: str, parameters: Document) -> None:
     if "*" not in name and served not in (targets := found.aliases.setdefault(name, [])):
         targets.append(served)
     if "api_key" in parameters:
+        found.servers_key = True
         found.leave(f"api_key of {name}", "a secret; LLMPROXY_BACKEND_API_KEY, if all servers have the same")
     for key in parameters.keys() - {"model", "api_base", "api_key"}:
         found.leave(f"{key} of {name}")
@@ -222,8 +240,11 @@ def _production_stack(flags: Flags, document: Document) -> Carried:
         found.set("scheduling.session", [f"header:{router['sessionKey']}"], "sessionKey")
     for name in sorted(ROUTER_FLAGS & {name for name, value in router.items() if value}):
         found.leave(f"routerSpec.{name}")
-    if engines.get("vllmApiKey"):
-        found.leave("servingEngineSpec.vllmApiKey", "a secret; LLMPROXY_BACKEND_API_KEY")
+    for part, values in (("servingEngineSpec", engines), ("routerSpec", router)):
+        if values.get("vllmApiKey"):
+            # The clients of its router send the same key.
+            found.servers_key = found.clients_key = True
+            found.leave(f"{part}.vllmApiKey", "a secret; LLMPROXY_BACKEND_API_KEY, and api_keys for clients")
     found.leave("the pod of the router, such as its image and resources", "llmproxy has a chart of its own")
     return found
 

@@ -22,13 +22,16 @@ def card(name: str = "m", *, parent: str | None = None, owner: str = "vllm", len
 def engine(
     *cards: Any,
     version: str | None = "0.32.0",
-    metrics: str = METRICS,
+    metrics: str | int = METRICS,
     info: Any = None,
     key: str | None = None,
     date: str | None = None,
     hangs: str = "",
 ) -> TestServer:
-    """A vLLM server. `info` is the answer of its development mode, and `hangs` a path that it never answers."""
+    """A vLLM server. `info` is the answer of its development mode, and `hangs` a path that it never answers.
+
+    `metrics` is the answer of `/metrics`, or its status.
+    """
 
     @web.middleware
     async def guard(request: web.Request, handler: Any) -> web.StreamResponse:
@@ -49,7 +52,7 @@ def engine(
         if request.path == hangs:
             await asyncio.Event().wait()
         if request.path == "/metrics":
-            return web.Response(text=metrics)
+            return web.Response(text=metrics) if isinstance(metrics, str) else web.Response(status=metrics)
         found = answers.get(request.path)
         return web.json_response(found) if found else web.Response(status=200 if request.path == "/health" else 404)
 
@@ -58,8 +61,8 @@ def engine(
     return TestServer(app)
 
 
-def llama_cpp() -> TestServer:
-    """llama-server as documented, without --metrics."""
+def llama_cpp(slots: Any = None) -> TestServer:
+    """llama-server as documented, without --metrics. `slots` is in its `/props`, which it may refuse."""
 
     async def answer(request: web.Request) -> web.Response:
         meta = {"vocab_type": 2, "n_vocab": 128256, "n_ctx_train": 131072, "n_embd": 4096}
@@ -68,6 +71,8 @@ def llama_cpp() -> TestServer:
             return web.json_response({"object": "list", "data": data}, headers={"Server": "llama.cpp"})
         if request.path == "/health":
             return web.json_response({"status": "ok"})
+        if request.path == "/props" and slots is not None:
+            return web.json_response({"total_slots": slots, "default_generation_settings": {"n_ctx": 8192}})
         code = 501 if request.path == "/metrics" else 404
         return web.json_response({"error": {"code": code, "message": "no", "type": "no"}}, status=code)
 

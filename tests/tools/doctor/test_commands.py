@@ -17,8 +17,9 @@ from typer.testing import CliRunner, Result
 from llmproxy.cli import first_hour
 from llmproxy.cli.commands import app
 from llmproxy.config import load
+from llmproxy.tools.doctor.init import OPEN
 from llmproxy.tools.doctor.presets import PRESETS
-from tests.tools.doctor.servers import card, engine
+from tests.tools.doctor.servers import card, engine, llama_cpp
 
 
 @pytest.fixture
@@ -70,8 +71,9 @@ async def test_init_writes_what_serve_reads(
     done = await run("init", url_of(server), dead, "--out", str(out), "--api-key", "secret", *chosen)
     assert (done.exit_code, done.stderr) == (0, ""), done.output
     assert f"{out}: written; backends: 2, not usable now: 1" in done.stdout
-    assert done.stdout.endswith(f"Next: LLMPROXY_BACKEND_API_KEY=... llmproxy serve --config {out}\n")
+    assert done.stdout.endswith(f"{OPEN}\nNext: LLMPROXY_BACKEND_API_KEY=... llmproxy serve --config {out}\n")
     text = out.read_text()
+    assert "asks clients for no key until you set api_keys or tenants" in text
     assert "secret" not in text
     assert f"  - {url_of(server)}  # vLLM 0.32.0: m\n" in text
     assert f"  - {dead}\n    # Connection refused." in text
@@ -92,6 +94,7 @@ async def test_a_preset_that_needs_models_says_that_none_is_known(tmp_path: Path
     assert done.exit_code == 1
     assert done.stdout.endswith(
         f"\nNo server is usable now. Follow the advice above, and look again: llmproxy doctor {out}\n"
+        "If you repeat `llmproxy init`, add --force.\n"
     )
     assert "# No server told its models." in out.read_text()
 
@@ -134,7 +137,8 @@ async def test_init_sends_the_key_to_no_server_of_others(server: TestServer, tmp
         done = await run("init", "--from", str(file), "--out", str(out), LLMPROXY_BACKEND_API_KEY="secret")
         assert done.exit_code == 1, done.output
         assert [one.url for one in load(out).backends] == [url_of(loading)]
-        assert f"# - {url_of(server)}: /v1/models answers 401: it wants an API key. Give its key" in out.read_text()
+        text = " ".join(out.read_text().replace("\n#", "").split())
+        assert f"{url_of(server)}: it wants an API key (/v1/models answers 401); repeat init with --api-key" in text
         done = await run("init", "--from", str(file), "--out", str(out), "--force", "--api-key", "secret")
         assert done.exit_code == 0, done.output
         assert [one.url for one in load(out).backends] == [url_of(server), url_of(loading)]
@@ -151,6 +155,55 @@ async def test_init_sends_the_key_to_no_server_of_others(server: TestServer, tmp
         file.write_text(f"upstream page {{ server 127.0.0.1:{page.port}; }}\n")
         done = await run("init", "--from", str(file), "--out", str(out), "--force")
         assert (done.exit_code, "no server of nginx answers like an engine" in done.stderr) == (2, True)
+
+
+async def test_init_writes_the_slots_of_llama_cpp(tmp_path: Path) -> None:
+    out = tmp_path / "out.yaml"
+    async with llama_cpp(4) as server:
+        done = await run("init", url_of(server), "--out", str(out))
+        assert done.exit_code == 0, done.output
+    assert load(out).backends[0].max_in_flight == 4
+    assert "--config" in done.stdout
+    assert OPEN not in done.stdout
+
+
+@pytest.mark.parametrize("given", [[], ["--api-key", "wrong"]])
+async def test_a_server_that_wants_a_key_is_advice_for_serve(
+    server: TestServer, tmp_path: Path, given: list[str]
+) -> None:
+    out = tmp_path / "out.yaml"
+    done = await run("init", url_of(server), "--out", str(out), *given)
+    assert done.exit_code == 1
+    assert f"look again: LLMPROXY_BACKEND_API_KEY=... llmproxy doctor {out}\n" in done.stdout
+    assert "add --force" in done.stdout
+    assert "--api-key" not in out.read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "next_key"),
+    [
+        ("servingEngineSpec: {vllmApiKey: s3cret}\n", True),
+        ("routerSpec: {vllmApiKey: {secretName: s3cret}}\n", True),
+        (
+            "model_list: [{model_name: m, litellm_params: {model: vllm/m, api_base: 'dns+http://a:1', api_key: k}}]\n",
+            True,
+        ),
+        (
+            "model_list: [{model_name: m, litellm_params: {model: vllm/m, api_base: 'dns+http://a:1'}}]\n"
+            "general_settings: {master_key: s3cret}\n",
+            False,
+        ),
+        ("smg --worker-urls dns+http://a:1 --api-key s3cret\n", False),
+    ],
+)
+async def test_a_fleet_with_keys_does_not_become_open_in_silence(tmp_path: Path, text: str, next_key: bool) -> None:
+    out, file = tmp_path / "out.yaml", tmp_path / "router"
+    file.write_text(text)
+    done = await run("init", "--from", str(file), "--out", str(out))
+    assert done.exit_code == 0, done.output
+    key = "LLMPROXY_BACKEND_API_KEY=... " if next_key else ""
+    assert done.stdout.endswith(f"{OPEN}\nNext: {key}llmproxy serve --config {out}\n")
+    assert "s3cret" not in out.read_text()
 
 
 async def test_init_from_pods_needs_no_cluster(tmp_path: Path) -> None:

@@ -45,12 +45,16 @@ async def test_a_good_replica_has_facts_and_no_problems() -> None:
         (engine(info=info(256, 0)), "its streams end when it is stopped", False),
         (engine(metrics=METRICS.replace("True", "False")), "prefix caching is off", False),
         (engine(metrics="python_gc_objects_collected_total 1.0\n"), "without --disable-log-stats", False),
+        (engine(metrics=404), "/metrics answers 404\n            The proxy must be able to read it. Up to 256", False),
+        (engine(card(owner="sglang"), metrics=404), "Start SGLang with --enable-metrics. Up to 256", False),
+        (engine(metrics=404, info=info(64)), "The proxy must be able to read it.\n", False),
         (engine(version="0.11.0rc2.dev3+gabc"), "vLLM before 0.18 ends its streams", False),
         (engine(date="Fri, 01 Jan 2021 00:00:00 GMT"), "s behind", False),
         (engine(date="yesterday"), "", False),
-        (engine(key="secret"), "Give its key with --api-key.", True),
+        (engine(key="secret"), "Set LLMPROXY_BACKEND_API_KEY.", True),
         (engine(card(parent="base")), "/v1/models lists no base model", True),
-        (llama_cpp(), "The metrics of llama.cpp are not read", False),
+        (llama_cpp(), "its own requests. Up to 256 requests are sent to it at once: set its max_in_flight.", False),
+        (llama_cpp(4), "The metrics of llama.cpp are not read: the proxy counts its own requests.\n", False),
         (web_page(), "/v1/models answers 404 (server: nginx/1.28.0)", True),
         (web_page(200), "the model list is not JSON", True),
         (web_page(503), "/v1/models answers 503", True),
@@ -59,16 +63,32 @@ async def test_a_good_replica_has_facts_and_no_problems() -> None:
 async def test_problems_in_words(server: TestServer, found: str, fatal: bool) -> None:
     [replica] = await seen(server)
     assert replica.usable is not fatal
-    text = report([replica])
-    assert found in text
+    assert found in f"{report([replica])}\n"
     assert len(replica.problems) == bool(found)
+
+
+@pytest.mark.parametrize(
+    ("server", "batch"),
+    [
+        (engine(), "not published: the proxy learns its limit"),
+        (engine(metrics=404), "not published"),
+        (llama_cpp(), "not published"),
+        (llama_cpp(True), "not published"),
+        (llama_cpp(4), "4: set max_in_flight to it, as `llmproxy init` does"),
+    ],
+)
+async def test_the_batch_limit_in_words(server: TestServer, batch: str) -> None:
+    [replica] = await seen(server)
+    assert f"  batch     {batch}\n" in f"{report([replica])}\n"
+    replica.backend = BackendConfig(url=replica.backend.url, max_in_flight=9)
+    assert "  batch     9 (max_in_flight)" in report([replica])
 
 
 async def test_a_key_is_sent() -> None:
     [replica] = await seen(engine(key="secret"), key="secret")
     assert replica.usable
     [replica] = await seen(engine(key="secret"), key="wrong")
-    assert "Give the right key" in report([replica])
+    assert "Correct LLMPROXY_BACKEND_API_KEY, or its api_key." in report([replica])
 
 
 async def test_servers_that_do_not_answer(monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int) -> None:

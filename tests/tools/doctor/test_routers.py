@@ -157,7 +157,7 @@ def test_nginx(tmp_path: Path) -> None:
     assert (found.router, found.backends) == ("nginx", [A, B, "https://gpu-4"])
     assert found.keys == {"scheduling.placement": "session"}
     assert [text.partition(":")[0] for text in found.left] == [
-        "least_conn", "server gpu-3", "server unix", "server gpu-5", "keepalive", "sticky",
+        "least_conn", "weight=2 of gpu-0", "server gpu-3", "server unix", "server gpu-5", "keepalive", "sticky",
         "everything outside `upstream`",
     ]  # fmt: skip
 
@@ -181,7 +181,7 @@ model_list:
 router_settings:
   {{routing_strategy: least-busy, num_retries: 4, timeout: 600, redis_host: r,
    model_group_alias: {{fast: chat, hidden: {{model: mixed, hidden: true}}}}}}
-litellm_settings: {{drop_params: true}}
+litellm_settings: {{drop_params: true, num_retries: 9}}
 general_settings: {{master_key: sk-s3cret}}
 """,
     )
@@ -194,8 +194,31 @@ general_settings: {{master_key: sk-s3cret}}
         "hidden": ["a", "b"],
     }
     assert "s3cret" not in repr(found)
-    for part in ("api_key of chat", "rpm of chat", "gpt-4o", "variable VLLM_URL", "redis_host"):
+    assert (found.servers_key, found.clients_key) == (True, True)
+    for part in (
+        "master_key: a secret",
+        "litellm_settings.drop_params",
+        "api_key of chat",
+        "rpm of chat",
+        "gpt-4o",
+        "variable VLLM_URL",
+        "redis_host",
+    ):
         assert any(part in text for text in found.left), part
+
+
+def test_general_settings_of_litellm_and_its_command(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        f"model_list: [{{model_name: m, litellm_params: {{model: hosted_vllm/m, api_base: {A}}}}}]\n"
+        "litellm_settings: {num_retries: 2, request_timeout: 900}\n"
+    )
+    for source in (str(file), f"litellm --config {file} --port 4000", f"/usr/bin/litellm --port 4000 -c={file}"):
+        found = of(source)
+        assert (found.backends, found.left) == ([A], [])
+        assert found.keys == {"retry.extra_attempts": 2, "timeouts.total_s": 900.0}
+    with pytest.raises(NotReadError, match="commands of LiteLLM are not read: give its configuration file"):
+        of(f"litellm --model hosted_vllm/sim --api_base {A}")
 
 
 @pytest.mark.parametrize(
