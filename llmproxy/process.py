@@ -22,6 +22,7 @@ from llmproxy.lifecycle.handover import ProcessSignals, ended_before, inherited_
 from llmproxy.lifecycle.sockets import ListenError, Sockets
 from llmproxy.observe import logs
 
+LENT = "backends get their API key for every client: set api_keys or tenants, or host 127.0.0.1"
 NO_FILE = "no configuration file was named with --config; flags and environment variables are read only at the start"
 """The hint of the log line when SIGHUP comes and there is no file to read again."""
 
@@ -67,6 +68,8 @@ async def _serve(config: Config, reread: Reread | None) -> int:
             admin = proxy.admin_url or proxy.url
             for setting in unused_settings(config):
                 _log.warning("setting_without_effect", setting=setting)
+            if config.lends_keys():
+                _log.warning("no_key_needed", hint=LENT)
             for setting in config.old_names:
                 _log.warning("setting_renamed", setting=setting)
             allowed = clients_of_process(config).connections_max * config.workers

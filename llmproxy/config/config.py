@@ -48,11 +48,13 @@ from llmproxy.config.value_types import (
     Module,
     Network,
     Number,
+    PathOrNone,
     Trust,
     backend_from_text,
     criticality_of,
     hash_of,
     integer_of,
+    is_loopback,
     one_of,
 )
 from llmproxy.core.backends.catalogue import ANY
@@ -116,7 +118,7 @@ class Config(Section):
     """Share of requests (0 to 1) in the decision log."""
     tracing: bool = False
     """Send traces of requests by OpenTelemetry, which reads the OTEL_* variables. Needs the extra otel."""
-    state_file: str = Field(default="auto", examples=["/var/lib/llmproxy/limits.json"])
+    state_file: PathOrNone = Field(default="auto", examples=["/var/lib/llmproxy/limits.json"])
     """File of learned batch limits and capacities for the next start: auto (in the state directory), none or a path."""
     usage: UsageConfig = UsageConfig()
     """Tokens and requests of each tenant per day, which `/v1/usage` shows to the tenant."""
@@ -352,6 +354,11 @@ class Config(Section):
     def needs_key(self) -> bool:
         """Returns whether clients must present a key."""
         return bool(self.api_keys or self.tenants)
+
+    def lends_keys(self) -> bool:
+        """Returns whether clients on other machines need neither key nor certificate, although a backend needs a key."""
+        closed = self.needs_key() or self.tls.client_ca is not None or is_loopback(self.host)
+        return not closed and any((self.backend_api_key, *(backend.api_key for backend in self.backends)))
 
     def trusted_networks(self) -> tuple[Network, ...]:
         """Returns the networks of clients whose objective, fairness and SLO headers are obeyed (`trust_headers`)."""

@@ -380,5 +380,6 @@ PromptRange = Annotated[tuple[Count, Count], AfterValidator(prompt_range), TypeN
 Moment = Annotated[datetime, BeforeValidator(moment_of), TypeName("date or timestamp")]
 Module = Annotated[str, AfterValidator(module_name)]
 Origins = Annotated[tuple[Annotated[str, AfterValidator(origin_of)], ...], BeforeValidator(listed)]
+PathOrNone = Annotated[str, BeforeValidator(lambda value: "none" if str(value).lower() in ("null", "none") else value)]
 Names = Annotated[tuple[Name, ...], BeforeValidator(listed)]
 Sessions = Annotated[tuple[Annotated[str, AfterValidator(session_of)], ...], BeforeValidator(listed)]

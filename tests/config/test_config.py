@@ -175,6 +175,21 @@ def test_key_is_needed_with_tenants_or_api_keys(write: Any, text: str, needed: b
     assert load(write(text)).needs_key() is needed
 
 
+@pytest.mark.parametrize(
+    ("text", "lent"),
+    [
+        ("", False),
+        ("backend_api_key: k", True),
+        ("backends: [{url: http://a, api_key: k}]", True),
+        ("{backend_api_key: k, host: localhost}", False),
+        ("{backend_api_key: k, api_keys: [c]}", False),
+        ("{backend_api_key: k, tls: {cert: c, client_ca: a}}", False),
+    ],
+)
+def test_keys_of_backends_are_lent_to_clients_of_other_machines(write: Any, text: str, lent: bool) -> None:
+    assert load(write(text)).lends_keys() is lent
+
+
 @pytest.mark.parametrize("flow", ["model", "tenant", "tenant+model", "header:x-team"])
 def test_flow_is_one_of_four_kinds(write: Any, flow: str) -> None:
     assert load(write(f"scheduling: {{flow: {flow.title()!r}}}")).scheduling.flow == flow

@@ -108,10 +108,23 @@ def test_null_reaches_the_core_and_a_reload() -> None:
     assert (health.hung_s, health.slow_factor) == (inf, inf)
 
 
+@pytest.mark.parametrize("word", ["null", "none", "None", ""])
+@pytest.mark.parametrize("key", ["state_file", "usage.dir"])
+def test_null_is_the_word_none_of_a_file(write: Any, key: str, word: str) -> None:
+    file = write(yaml.safe_dump(nested(key, "WORD")).replace("WORD", word))
+    flag = next(flag for flag in FLAGS if flag.keys == (key,))
+    assert value_at(load(file), key) == "none"
+    assert not word or value_at(load(None, from_flags({flag.parameter: word}, ())), key) == "none"
+    assert value_at(load(None, from_flags({flag.parameter: "x/null"}, ())), key) == "x/null"
+
+
 @pytest.mark.parametrize("key", [key for key, field in Config.model_fields.items() if not may_be_null(field)])
 def test_null_is_the_default_of_sections_and_an_error_elsewhere(write: Any, key: str) -> None:
     file = write(f"host: a\n{key}:\n" if key != "host" else "\nhost:\n")
     default = getattr(Config(), key)
+    if key == "state_file":
+        assert load(file).state_file == "none"
+        return
     if isinstance(default, Section | tuple | dict) and key not in OPEN_WITHOUT_ENTRIES:
         assert getattr(load(file), key) == default
         return

@@ -200,7 +200,7 @@ EVENTS = {
     "needs_a_restart": "A changed key has no effect before a restart.",
     "old_state_ignored": "The state file that proxies shared in earlier versions is not read.",
     "no_backend_up": "No backend is up. The line has the poll result of each backend.",
-    "no_key_needed": "Since this reload, clients need no key: everybody who reaches the port is served.",
+    "no_key_needed": "Since this reload, clients need no key: everybody who reaches the port is served. At the start, only if backends need a key, and other machines reach the port.",
     "no_such_objects": "The cluster does not have this kind of the [inference extension](../how-to/kubernetes.md#objects-of-the-inference-extension).",
     "reload_failed": "The new configuration is wrong. Nothing changed.",
     "object_refused": "An object of Kubernetes, or an address of DNS, is left out, with the reason.",

@@ -18,6 +18,7 @@ from llmproxy.config.value_types import (
     Networks,
     Number,
     Origins,
+    PathOrNone,
     Seconds,
     host_and_port,
     is_loopback,
@@ -79,7 +80,7 @@ class AdminConfig(Section):
 
 
 class UsageConfig(Section):
-    dir: str = Field(default="auto", examples=["/var/lib/llmproxy/usage"])
+    dir: PathOrNone = Field(default="auto", examples=["/var/lib/llmproxy/usage"])
     """Folder for the daily use of tenants: auto (beside the state file), none (the use is lost at the end of the
     process), or a path. Members of a cluster need a common folder."""
     time_zone: Annotated[str, AfterValidator(time_zone_of)] = Field(default="UTC", examples=["Europe/Berlin"])

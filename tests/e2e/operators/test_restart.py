@@ -36,12 +36,15 @@ async def http() -> AsyncIterator[ClientSession]:
 
 async def test_start_is_logged_with_settings(backend: Replica, tmp_path: Path) -> None:
     path = str(tmp_path / "state.json")
-    arguments = ("--port", "0", "--fairness", "slo", "--state-file", path, backend.url)
+    opened = ("--host", "0.0.0.0", "--backend-api-key", "k")
+    arguments = ("--port", "0", "--fairness", "slo", "--state-file", path, *opened, backend.url)
     async with served(tmp_path / "log", *arguments) as process:
         listening = await process.event("listening")
         assert (listening["workers"], listening["state_file"]) == (1, path)
         [warning] = process.events("setting_without_effect")
         assert str(warning["setting"]).startswith("scheduling.fairness: slo has no objective to measure")
+        [warning] = process.events("no_key_needed")
+        assert str(warning["hint"]).startswith("backends get their API key for every client")
         process.process.send_signal(signal.SIGHUP)
         assert "--config" in str((await process.event("nothing_to_reload"))["hint"])
 
