@@ -6,7 +6,7 @@ BIN := .venv/bin
 # compile the program and its libraries anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-rest lint types contracts unit slow durations calls browser deploy-test tour film numbers newest fuzz hostile chaos compat monitoring bench live lab lab-full docs reference lock audit sbom dist image image-test clean
+.PHONY: demo test test-all test-rest lint types contracts unit slow durations calls browser deploy-test tour film numbers newest fuzz hostile chaos compat monitoring bench live lab lab-full docs reference lock audit sbom wheel dist image image-test clean
 
 # A virtual environment with the program and the packages of locks $(1).
 define environment
@@ -218,6 +218,10 @@ sbom: .venv-tools
 	@mkdir -p dist
 	.venv-tools/bin/cyclonedx-py requirements .ci/runtime.txt --pyproject pyproject.toml --mc-type application \
 	    --output-reproducible --output-format JSON --output-file dist/llmproxy.cdx.json
+
+# The wheel alone.
+wheel: $(BIN)/llmproxy
+	$(BIN)/python -m hatchling build --target wheel --directory dist
 
 # The files of a release in dist/, with checksums and notes. TAG=v1.2.3 must be the version of the code.
 TAG ?=

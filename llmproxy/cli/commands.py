@@ -106,9 +106,9 @@ def serve(
 
     Every key of the configuration is a flag and a variable, except mappings, plugins and keys of list entries:
     queue.max_wait_s is --queue-max-wait-s and LLMPROXY_QUEUE_MAX_WAIT_S. Flags override variables, which override the
-    file, which overrides the defaults. A list replaces the list that it overrides. Where a key may be null, the word
-    `null` means that in flags, variables and the file. Several backends are separated by commas or spaces, or the flag
-    is repeated. `llmproxy config` lists every key with its type, default and meaning.
+    file, which overrides the defaults. A list replaces the list that it overrides. The word `null` means null in flags,
+    variables and the file, if the key may be null. Several backends are separated by commas or spaces, or the flag is
+    repeated. `llmproxy config` lists every key with its type, default and meaning.
     """
 
     def read() -> Config:

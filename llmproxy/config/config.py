@@ -356,7 +356,7 @@ class Config(Section):
         return bool(self.api_keys or self.tenants)
 
     def lends_keys(self) -> bool:
-        """Returns whether clients on other machines need neither key nor certificate, although a backend needs a key."""
+        """Returns whether clients on other machines need neither key nor certificate, but a backend needs a key."""
         closed = self.needs_key() or self.tls.client_ca is not None or is_loopback(self.host)
         return not closed and any((self.backend_api_key, *(backend.api_key for backend in self.backends)))
 
