@@ -257,7 +257,9 @@ class Poller:
             # Every engine has this route. A server without it serves nothing yet, such as a proxy before an engine.
             trouble = Trouble.UNHEALTHY if status >= 500 or status == 404 else Trouble.GARBAGE
             asks = "; is the backend's api_key right?" if self._has_key else "; set backend_api_key, or its own api_key"
-            hint = asks if status in (401, 403) else "; does it speak TLS (https://)?" if status == 400 else ""
+            if status in (401, 403):
+                trouble = Trouble.KEY
+            hint = asks if trouble is Trouble.KEY else "; does it speak TLS (https://)?" if status == 400 else ""
             raise _PollFailed(trouble, f"GET {self._url}/v1/models answered {status}{hint}")
         try:
             listing = await _in_slices(parse_listing(body, sent_at_s))

@@ -76,6 +76,9 @@ def validated(top: type[S], document: Document, origins: Mapping[Place, str]) ->
             origin = next((origins[place[:n]] for n in range(len(place), 0, -1) if place[:n] in origins), None)
             line = 0 if origin else document.line(place)
             written = dotted(place if origin else document.as_written(place))
+            if origin and place[0] == "backends" and place[-1] == "url":
+                # The user wrote no key, and the reason has the URL.
+                written = ""
             problems.append((line, f"{origin or document.at(line)}: {written}{reason}"))
     if problems or found is None:
         raise ConfigError([text for _, text in sorted(problems, key=lambda problem: problem[0])])

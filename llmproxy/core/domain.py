@@ -212,6 +212,7 @@ class Trouble(StrEnum):
     TIMEOUT = "no_answer"
     UNHEALTHY = "unhealthy"
     GARBAGE = "garbage"
+    KEY = "key"
     LOCAL_FAILURE = "local_failure"
 
 

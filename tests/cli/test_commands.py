@@ -247,11 +247,11 @@ def test_api_keys_are_divided_by_spaces_alone(serve: Serve) -> None:
     ("arguments", "message"),
     [
         ([], "no backends: name at least one vLLM server, as in `llmproxy serve --backend http://gpu-0:8000`"),
-        (["gpu-0:8000"], "URL: backends[0].url: 'gpu-0:8000' should start with http:// or https://"),
+        (["gpu-0:8000"], "URL: 'gpu-0:8000' should start with http:// or https://"),
         (["http://a", "--port", "x"], "--port: port: should be a valid integer, not 'x'"),
         (["http://a", "--host", ""], "--host: host: should have at least 1 character"),
         (["http://a", "--api-key", ""], "--api-key: api_keys[0]: should be printable ASCII characters without spaces"),
-        (["http://a", "--backend", ""], "--backend, URL: backends[0].url: '' should start with http://"),
+        (["http://a", "--backend", ""], "--backend, URL: '' should start with http://"),
         (
             ["http://a", "--policy", "cache_aware"],
             "--policy: scheduling.placement: 'cache_aware' is none of cost, ",

@@ -293,7 +293,7 @@ def test_overridden_value_is_not_checked_but_its_section_is(write: Any) -> None:
     assert load(write("port: nonsense"), [port]).port == 9
     message = problems(write("queue: 7"), Override("queue.max_wait_s", "9", "--queue-max-wait-s"))
     assert message == [":1: queue: should be a section: lines of the form `key: value`, indented below it"]
-    assert problems(None, Override("backends", ["http://a", "b"], "--backend"))[0].startswith("--backend: backends[1]")
+    assert problems(None, Override("backends", ["http://a", "b"], "--backend"))[0].startswith("--backend: 'b' should")
 
 
 @pytest.mark.parametrize("zone", ["7", "Mars/Olympus", "../etc/passwd", "", "Europe"])

@@ -52,7 +52,7 @@ async def test_a_name_is_waited_for_less_before_any_backend_answered() -> None:
     settings = replace(SETTINGS, queue=replace(SETTINGS.queue, startup_wait_s=2.0))
     one = Dispatcher(Pools(settings, {"a": 1, "b": 1}, {}, partial(make, "least_request", Random(0))))
     caught = await refusal_of(one.resolve("other", 5.0, 1))
-    assert "No backend has answered since the start, so `other` is not known" in caught.message
+    assert "No backend's models could be read since the start, so `other` is not known" in caught.message
     assert (caught.outcome, now()) == (Outcome.REJECTED_NO_BACKENDS, 2.0)
     assert caught.retry_after_s
     await refusal_of(one.resolve("other", 1.0, 1))

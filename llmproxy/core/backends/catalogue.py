@@ -187,7 +187,9 @@ class Catalogue:
             message = f"No replica of `{name}` is up at the moment; one was asked for. Try again shortly."
             raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_UNREAD_S)
         if not self.ever_read:
-            message = f"No backend has answered since the start, so `{name}` is not known; the proxy's log says why."
+            message = (
+                f"No backend's models could be read since the start, so `{name}` is not known: see the proxy's log."
+            )
             raise Refused(Outcome.REJECTED_NO_BACKENDS, f"{message} Try again shortly.", RETRY_UNREAD_S)
         if not self.complete:
             raise Refused(

@@ -207,11 +207,12 @@ class Health:
         """Records a failed poll. Returns whether the process is certainly gone, and its open streams with it.
 
         Only refused connections prove that: the port of a process that ended refuses at once, while an answer may be
-        late because of a long engine step. Unreadable metrics and failures of this machine prove nothing.
+        late because of a long engine step. Unreadable answers, wrong keys and failures of this machine prove
+        nothing.
         """
         if trouble is not Trouble.TIMEOUT:
             self.unanswered_s = inf
-        if trouble in (Trouble.GARBAGE, Trouble.LOCAL_FAILURE):
+        if trouble in (Trouble.GARBAGE, Trouble.KEY, Trouble.LOCAL_FAILURE):
             return False
         self._failed_polls += 1
         self._refused_polls = self._refused_polls + 1 if trouble is Trouble.REFUSED else 0

@@ -140,6 +140,7 @@ REFUSED, TIMEOUT = (Trouble.REFUSED, False, True), (Trouble.TIMEOUT, False, Fals
         pytest.param([REFUSED, (None, False, True), REFUSED, TIMEOUT, (Trouble.REFUSED, False, False)], id="in a row"),
         pytest.param([(Trouble.UNHEALTHY, False, False)], id="a bad answer takes it down at once"),
         pytest.param([(Trouble.GARBAGE, False, True)] * 10, id="garbage never"),
+        pytest.param([(Trouble.KEY, False, True)] * 10, id="a wrong key never"),
         pytest.param([(Trouble.LOCAL_FAILURE, False, True)] * 10, id="nor a failure of this machine"),
     ],
 )

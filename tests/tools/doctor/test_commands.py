@@ -220,7 +220,7 @@ async def test_init_from_pods_needs_no_cluster(tmp_path: Path) -> None:
     [
         ([], "llmproxy init: name at least one server"),
         (["http://a", "--preset", "chats"], "llmproxy init: chats is none of chat, batch, rollout, agents"),
-        (["gpu-0:8000"], "URL: backends[0].url: 'gpu-0:8000' should start with http://"),
+        (["gpu-0:8000"], "URL: 'gpu-0:8000' should start with http://"),
         (["--from", "/none.yaml"], "llmproxy init: /none.yaml cannot be read: No such file or directory"),
         (["--from", "vllm-router --policy random"], "llmproxy init: --from names no servers"),
     ],
