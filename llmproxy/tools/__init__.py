@@ -1,1 +1,3 @@
-"""Programs for operators: `top`, `explain`, `scale` and `whatif` in a terminal, `export` and `shadow`."""
+"""Programs for operators: `init`, `doctor`, `shadow`, `batch`, `export`, `usage`, `top`, `explain`, `scale` and
+`whatif`.
+"""

@@ -42,14 +42,15 @@ class BatchOptions:
     in_flight: int | None
     # The band of the requests.
     criticality: str
-    # How often a request is sent before it counts as failed.
+    # How often a request may fail before it counts as failed. A 429 with Retry-After is no failure.
     attempts: int
 
 
 async def run(options: BatchOptions) -> int:
     """Sends the requests of a batch that have no result yet. Returns the exit code.
 
-    Raises BatchError for files that cannot be used, and for a server that does not accept requests.
+    Raises BatchError for files that cannot be used, and for a server that cannot be reached, refuses the key or lacks a
+    model of the batch.
     """
     began_s = time.monotonic()
     with ExitStack() as stack:

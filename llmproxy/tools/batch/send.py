@@ -22,7 +22,8 @@ from llmproxy.tools.batch.window import Window, pause_s, retry_after_s
 from llmproxy.tools.terminal import printable
 from llmproxy.tools.top.ask import cause
 
-AGAIN = frozenset({408, 409, 429, 500, 502, 503, 504})  # The HTTP statuses after which a request is sent again.
+AGAIN = frozenset({408, 409, 429, 500, 502, 503, 504})
+"""The HTTP statuses after which a request is sent again, unless the answer has `x-should-retry: false`."""
 NO_KEY = frozenset({401, 403})  # The HTTP statuses of a server that refuses the key.
 UNAVAILABLE = frozenset({429, 503})  # The HTTP statuses whose Retry-After counts.
 SYNC_S = 1.0  # The seconds between two calls of `ResultFile.sync`.
@@ -44,7 +45,7 @@ _MODELS = msgspec.json.Decoder(_Models)
 class _Attempt:
     """The outcome of sending a request once.
 
-    `trouble` is "" if `response` is the result, otherwise the reason why the request is sent again.
+    `trouble` is "" if `response` is the result, otherwise the reason why it is not.
     """
 
     response: Response | None

@@ -54,8 +54,8 @@ class Tally:
     def progress(self, now: float, in_flight: int) -> str:
         """Returns the counts, the rate and the time left as text.
 
-        `in_flight` is the number of open requests. Called regularly, because the rate is over the calls of the last
-        RATE_OVER_S.
+        `in_flight` is the number of open requests. Must be called regularly, because the rate is computed from the
+        calls of the last RATE_OVER_S.
         """
         self._samples.append((now, self.done))
         while now - self._samples[0][0] > RATE_OVER_S:

@@ -16,8 +16,8 @@ PAUSE_MAX_S = 60.0
 class Window:
     """The number of requests that may be open at once; `fixed` sets a constant number.
 
-    The number doubles with as many answers as requests are open. After the first sign of a full server, it grows by one
-    with as many answers. A refusal halves it.
+    The number doubles with every `size` answers. After the first sign of a full server, it grows by 1 with every `size`
+    answers. A refusal halves it.
     """
 
     def __init__(self, fixed: int | None = None) -> None:

@@ -151,8 +151,7 @@ WAITING = Board(
     (
         Panel("Waiting by band", "Requests in the waiting room.",
               ((gauge("queued_requests", BAND, "band"), "{{band}}"),), stacked=True),
-        Panel("Oldest by band", "How long the request that came first has waited. It must stay below "
-              "`queue.max_wait_s`.",
+        Panel("Oldest by band", "Longest time that a waiting request has waited.",
               ((gauge("oldest_waiting_seconds", BAND, "band", "max"), "{{band}}"),), "s"),
         Panel("Work that waits", "Seconds until the waiting requests would be served if no others came, by pool: a "
               "signal for autoscaling.", ((gauge("queue_backlog_seconds", HERE, "pool", "max"), "{{pool}}"),), "s"),
@@ -165,7 +164,7 @@ WAITING = Board(
               ((gauge("scale_term_replicas", HERE, "pool, term", "max"), "{{pool}} {{term}}"),)),
         Panel("Replicas needed by role", "Replicas needed for prompts and for answers, in pools with roles.",
               ((gauge("scale_role_need_replicas", HERE, "pool, role", "max"), "{{pool}} {{role}}"),)),
-        Panel("Start of replicas", "Time from the discovery of a new backend until it serves.",
+        Panel("Start of replicas", "Time from the first failed poll of a new backend until it serves.",
               quantiles("replica_start_seconds", HERE, "pool"), "s"),
         Panel("Capacity of a replica", "Requests per second, of the present kind, that one replica can serve.",
               ((gauge("replica_capacity_requests_per_second", HERE, "pool", "max"), "{{pool}}"),), "reqps"),
@@ -178,7 +177,7 @@ WAITING = Board(
         Panel("Refused and expired", "Requests per second that got no backend.",
               ((rate("requests_total", f'{MODEL},outcome=~"{REFUSED}"', "outcome"), "{{outcome}}"),), "reqps",
               stacked=True),
-        Panel("Blocked", "Waiting requests whose tenant or model has reached its limit of requests in flight.",
+        Panel("Blocked", "Waiting requests whose tenant or model is at its `in_flight`, or whose only backend is full.",
               ((f'topk(10, {gauge("blocked_requests", HERE, "limit")})', "{{limit}}"),)),
         Panel("Objectives kept", "Requests with an objective that kept or missed it, per second.",
               ((rate("objectives_total", BAND, "band, result"), "{{band}} {{result}}"),), "reqps"),
@@ -215,11 +214,11 @@ REPLICAS = Board(
     (
         Panel("Available", "1: healthy, and may get requests.",
               ((gauge("backend_available", BACKEND, "backend", "min"), "{{backend}}"),), kind="state-timeline"),
-        Panel("Down", "1: polls of the backend fail: no answer at all, or none from /health.",
+        Panel("Down", "1: polls of the backend fail: no answer, or an unhealthy one.",
               ((gauge("backend_down", BACKEND, "backend", "max"), "{{backend}}"),), kind="state-timeline"),
         Panel("Ejected", "1: ejected, because requests failed, hung or became slow there.",
               ((gauge("backend_ejected", BACKEND, "backend", "max"), "{{backend}}"),), kind="state-timeline"),
-        Panel("Drained", "1: an operator drains the backend, which gets no new requests.",
+        Panel("Drained", "1: drained, leaving, or a pod that is not ready; gets no new requests.",
               ((gauge("backend_drained", BACKEND, "backend", "max"), "{{backend}}"),), kind="state-timeline"),
         Panel("Saturation", "Load divided by the limit; 1 is full.",
               ((gauge("backend_saturation", BACKEND, "backend", "max"), "{{backend}}"),), "percentunit"),

@@ -9,7 +9,7 @@ from typing import Any
 SCHEMA_VERSION = 41
 COLUMNS = 24
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
-HERE = 'job=~"$job",instance=~"$instance"'  # Label matchers that select one proxy.
+HERE = 'job=~"$job",instance=~"$instance"'  # Label matchers that select the chosen proxies.
 VARIABLES = (
     ("job", "llmproxy_build_info", "Job"),
     ("instance", 'llmproxy_build_info{job=~"$job"}', "Proxy"),
@@ -19,7 +19,7 @@ VARIABLES = (
 )
 """The name, the series and the title of each variable of a dashboard.
 
-The values of a variable come from the label NAME of the series.
+The values of a variable come from the label of the same name.
 """
 RELOADS = f"changes(llmproxy_config_last_reload_timestamp_seconds{{{HERE}}}[1m]) > 0"
 SIZES = {"stat": (4, 4), "timeseries": (8, 8), "state-timeline": (8, 8), "table": (8, 8)}

@@ -87,9 +87,10 @@ def router_at(url: str, tls: BackendTlsConfig) -> Router:
 async def run(options: ShadowOptions, say: Callable[[str], None], stop: asyncio.Event | None = None) -> None:
     """Passes connections on and records requests until the command ends.
 
-    The first signal, or `stop`, takes no more connections, closes each connection after its open request, and waits for
-    `END_S` at most. A second signal cuts the open requests. Raises ShadowError if the shadow cannot start, and
-    ConfigError for a configuration that cannot be used.
+    After the first signal, or `stop`, it takes no more connections, closes each connection after its open request, and
+    waits for `END_S` at most. A second signal cuts the open requests.
+
+    Raises ShadowError if the shadow cannot start, and ConfigError for a configuration that cannot be used.
     """
 
     def tell(text: str) -> None:

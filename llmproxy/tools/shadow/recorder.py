@@ -41,8 +41,8 @@ from llmproxy.tools.shadow.watcher import Exchange, Held
 BLOCK_STEP_TOKENS = 16  # The tokens of a block in an engine. The blocks of a trace are a multiple of it.
 LEARN_FROM = 32
 LEARN_S = 60.0
-"""No line is written until `LEARN_FROM` answers have told the tokens of their prompts, or for `LEARN_S` seconds. The
-size of the blocks, which the file begins with, depends on the bytes of a token."""
+"""Lines are held back until `LEARN_FROM` answers have reported their prompt tokens, or until `LEARN_S` seconds are
+over. The file begins with the size of the blocks, which depends on the bytes of a token."""
 LINES_BYTES_MAX = 16 << 20
 NOT_RECORDED = "not recorded"
 FULL = "not recorded, because the record is full"
@@ -243,8 +243,8 @@ class Recorder:
     def _classify(self, record: RequestExit, exchange: Exchange, model: str, target: str) -> str:
         """Sets band and objective of the record, and returns the name of the tenant.
 
-        If llmproxy would refuse the request, this is counted. Without tenants in the configuration, each key is a
-        tenant.
+        If llmproxy would refuse the request, this is counted. If the configuration has neither tenants nor `api_keys`,
+        each key is a tenant. Otherwise the flow of a request without a tenant is its tenant.
         """
         tenant: Tenant = NO_TENANT
         try:

@@ -59,7 +59,7 @@ class Replicas:
         self._seen = {replica.backend.url: _Seen() for replica in looked_at}
 
     async def poll(self) -> None:
-        """Polls all replicas until it is cancelled. A poll without an answer that can be read is left out."""
+        """Polls all replicas until it is cancelled. A poll with no readable answer is not counted."""
         endpoints = Endpoints()
         endpoints.tls.update(peers_tls([replica.backend for replica in self._replicas]))
         try:
@@ -96,7 +96,8 @@ class Replicas:
     def facts(self) -> list[Mapping[str, Any]]:
         """Returns the properties, the mean load and the growth of the counters of each replica.
 
-        `batch_seen` is None if no request waited in the engine, and the means are None without a poll.
+        `batch_seen` is None if no request waited in the engine. Without a counted poll, the means are None and the
+        counters are absent.
         """
         return [
             {

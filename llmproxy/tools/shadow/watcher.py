@@ -44,7 +44,7 @@ class Exchange:
     answer: bytearray = field(default_factory=bytearray)
     # Whether only the last bytes of the answer were kept, because it is long.
     cut: bool = False
-    # Whether body and answer were dropped, because they alone, or all that are held, exceed a limit.
+    # Whether body and answer were dropped, because a limit was exceeded or the watcher failed.
     unread: bool = False
     first_byte_s: float | None = None
     ended_s: float = 0.0
@@ -89,7 +89,7 @@ class HttpWatcher:
     """Reads one connection with llhttp.
 
     An upgrade or CONNECT raises an exception, so that the rest of the connection is passed on unread. An offer of h2c
-    that the router ignores is none.
+    that the router ignores raises none.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class _Requests:
         return self._exchange is not None and self._exchange.headers.get("upgrade", "").strip().lower() == "h2c"
 
     def framing(self) -> bytes:
-        """Returns a head with only the fields of the last request that frame its body. Its callbacks do nothing."""
+        """Returns a head with only those fields of the last request that delimit its body. The callbacks ignore it."""
         self._again = True
         headers = self._exchange.headers if self._exchange is not None else {}
         fields = (f"{name}: {headers[name]}\r\n" for name in ("Content-Length", "Transfer-Encoding") if name in headers)
