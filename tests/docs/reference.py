@@ -12,6 +12,8 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
 
+from msgspec.structs import replace
+
 from llmproxy.core.domain import GrantReason, Outcome, Predicted, Slo, Trouble, Verdict
 from llmproxy.core.scaling.need import Capacity, Need, RoleNeed
 from llmproxy.gateway.http.errors import STATUS, error_fields
@@ -77,6 +79,9 @@ def live_state() -> LiveState:
 def metrics() -> str:
     found = Metrics(live_state)
     found.record(full_exit())
+    # Only streams that were not continued are compared with their predictions.
+    found.record(replace(full_exit(), continued=None))
+    found.replica_started("m", 1.0)
     found.attempted("b", Verdict.SERVED)
     found.poll_failed("b", Trouble.TIMEOUT)
     found.adapter_changed("b", "load", ok=True)

@@ -253,7 +253,7 @@ class TimeoutsConfig(Section):
     first_byte_s: Seconds = 300.0
     """Longest time from dispatch to the first body byte of a stream."""
     stall_s: Seconds = 120.0
-    """Longest time between two chunks of a stream."""
+    """Longest time between two chunks of an answer, and in which a client reads nothing of it."""
     total_s: Seconds = 3600.0
     """Longest time from dispatch to the last byte of an answer."""
     keep_alive_s: Seconds | None = None
