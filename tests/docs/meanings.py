@@ -52,7 +52,7 @@ METRICS = {
     "llmproxy_backend_waiting": "Requests waiting in the engine, by the last scrape.",
     "llmproxy_backend_kv_used_ratio": "Used part of the KV cache, 0 to 1, by the last scrape.",
     "llmproxy_backend_reading_age_seconds": "Age of the last scrape of the engine's metrics. Absent before the first scrape, like `running`, `waiting` and `kv_used`, which also end when the scrape is older than `poll.stale_after_s`.",
-    "llmproxy_poll_failures_total": "Failed polls: `refused`, `no_answer`, `unhealthy`, `garbage` (an unreadable answer), `key` (the backend wants another API key), or `local_failure` (this machine could not open a connection). Failed polls of `/metrics` count, but take no backend down.",
+    "llmproxy_poll_failures_total": "Failed polls: `refused`, `no_answer`, `unhealthy`, `garbage` (an unreadable answer), `key` (the backend wants another API key), or `local_failure` (this machine could not open a connection). Failed polls of `/metrics` count, but unless `refused` they take no backend down.",
     "llmproxy_adapter_changes_total": "Requests to a backend to `load` or `unload` an adapter. `result` is `success` or `failure`.",
     "llmproxy_prediction_seconds_total": "Sums of predictions (`kind` is `predicted`) and measurements (`observed`): from the dispatch to the first byte of a stream (`time` is `ttft`), and per output token (`tpot`). Only for the placement `cost`.",
     "llmproxy_prediction_error_ratio": "Error of each prediction relative to the measurement. `_sum` / `_count` is the MAPE: 0.2 is 20 %.",
