@@ -178,7 +178,7 @@ class Sender:
                 return
 
     async def _serves(self) -> bool:
-        """Returns whether the server still lists the models of the batch."""
+        """Returns whether the server still answers, accepts the key and has the models of the batch."""
         try:
             await self.check()
         except BatchError:

@@ -38,7 +38,7 @@ class Tally:
     prompt_tokens: int = 0
     answer_tokens: int = 0
     trouble: str = ""
-    """Why a request was last sent again; "" if none was."""
+    """Why an attempt failed last; "" if none did."""
     _samples: deque[tuple[float, int]] = field(default_factory=deque)
 
     def count(self, result: Result) -> None:
