@@ -134,7 +134,7 @@ def test_pass_over_many_flows_that_wait_for_a_backend_is_short() -> None:
     pool = of.pool_of("a")
     for number in range(30):
         of.submit(request(id=f"n{number}", pool=pool, model="n", flow=f"n{number}", arrived_s=1_000.0), 1.0)
-    counts = []
+    counts: list[int] = []
     while sum(counts) < 30:
         counts.append(len(grants(of, 1.0)))
         assert 0 < counts[-1] <= PASS_MAX // 5
