@@ -228,7 +228,8 @@ class Backend:
             # A stream that has sent a byte was running, even if the reading is older.
             waiting = reading.waiting - self._own.fetching(reading)
             running = reading.running if waiting else max(reading.running, self._own.begun)
-            self.limit.observe(running, waiting, self.in_flight, proven=proven, pool=self.exploration)
+            kv_room = self._own.has_kv_room(reading)
+            self.limit.observe(running, waiting, self.in_flight, proven=proven, kv_room=kv_room, pool=self.exploration)
         load = self._own.sequences
         if self.limit.converged and load >= self.limit.value and not self._others:
             self._look_ahead.observe(load, load - reading.running - reading.waiting)

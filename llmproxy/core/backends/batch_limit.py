@@ -39,12 +39,16 @@ class BatchLimit:
     Growth: the limit starts at `start`, and doubles while it is used and no sequence waits.
 
     Convergence: if sequences keep waiting while the number of running sequences no longer increases, this number is a
-    *plateau*, and becomes the limit. From then on, the limit grows by a quarter.
+    *plateau*, and becomes the limit. If a later trial runs more sequences, the plateau is discarded, and the limit grows
+    again, by at least a quarter.
 
     Trials: the cause of a plateau (long prompts, a full KV cache) may pass. So after some scrapes without waiting
     sequences, one sequence more than the plateau is tried. The number of scrapes doubles while trials find the same
     plateau. A trial ends with the first scrape that shows a waiting sequence and not more running ones than the
     plateau. Otherwise the extra sequence would wait in the engine ahead of all later requests, critical ones included.
+
+    No evidence: if the KV cache has room, an engine that ran `load` sequences at once does so again. A sequence that
+    waits then has come between two steps. Without this rule, short answers would lower the limit one by one.
 
     Cap: `fixed` is a configured maximum. Waiting sequences may prove a lower limit.
 
@@ -159,15 +163,25 @@ class BatchLimit:
         self._start = start
 
     def observe(
-        self, running: int, waiting: int, load: int, *, proven: bool = False, pool: Exploration | None = None
+        self,
+        running: int,
+        waiting: int,
+        load: int,
+        *,
+        proven: bool = False,
+        kv_room: bool = False,
+        pool: Exploration | None = None,
     ) -> None:
         """Learns from a scrape, with about `load` sequences in flight. The pool bounds the growth.
 
-        `proven`: nothing but the size of the batch explains why sequences wait.
+        `proven`: nothing but the size of the batch explains why sequences wait. `kv_room`: the KV cache is known to
+        have room for each waiting prompt.
         """
         self._ran_most = max(self._ran_most, running)
         if waiting > 0:
             self._calm = 0
+            if kv_room and load <= self._ran_most:
+                return
             if self._plateau is not None and running <= self._plateau < self.value:
                 # The reading that ends a trial may show a request that came between two steps.
                 self._proofs = self._proofs + 1 if proven and running == self._plateau else 0

@@ -118,13 +118,19 @@ class Bookings:
         Returns True only if no prompt is in prefill and the KV cache has free blocks for each waiting prompt.
         Otherwise a step full of prompts or a full KV cache may be the cause of the queue.
         """
+        return self.has_kv_room(reading) and sum(x.sequences for x in self._unstarted(reading)) <= reading.waiting
+
+    def has_kv_room(self, reading: Reading) -> bool:
+        """Returns whether the KV cache has free blocks for each waiting prompt. False if this is unknown."""
         if reading.kv_used is None or not reading.kv_tokens:
             return False
-        visible_s = reading.taken_at_s - GAUGE_LAG_S
-        unstarted = [one.request for one in self.by_lease.values() if not one.started and one.booked_s <= visible_s]
         free_tokens = (1.0 - reading.kv_used) * reading.kv_tokens
-        fits = all(request.prompt_tokens < free_tokens for request in unstarted)
-        return fits and sum(request.sequences for request in unstarted) <= reading.waiting
+        return all(request.prompt_tokens < free_tokens for request in self._unstarted(reading))
+
+    def _unstarted(self, reading: Reading) -> list[Request]:
+        """Returns the requests that the reading shows, and that have no byte of an answer."""
+        visible_s = reading.taken_at_s - GAUGE_LAG_S
+        return [one.request for one in self.by_lease.values() if not one.started and one.booked_s <= visible_s]
 
     def check(self) -> None:
         assert self.sequences == sum(one.request.sequences for one in self.by_lease.values())

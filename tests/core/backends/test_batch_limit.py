@@ -78,6 +78,16 @@ def test_limit_after_each_reading(readings: list[tuple[int, int, int, int]], pro
         assert limit.value == value
 
 
+@pytest.mark.parametrize(("kv_room", "value"), [(True, 8), (False, 7)])
+def test_sequence_that_comes_between_two_steps_lowers_no_limit(kv_room: bool, value: int) -> None:
+    """Short answers leave the batch all the time. With a full KV cache, the engine cannot run as many as before."""
+    limit = BatchLimit(8, 4)
+    limit.observe(running=8, waiting=0, load=8)
+    for _ in range(PLATEAU_READINGS):
+        limit.observe(running=7, waiting=1, load=8, kv_room=kv_room)
+    assert limit.value == value
+
+
 @pytest.mark.parametrize(("batch", "readings"), [(2, 3), (4, 3), (8, 3), (16, 4), (64, 6), (256, 8), (1024, 10)])
 def test_a_cold_engine_is_filled_within_some_readings(batch: int, readings: int) -> None:
     limit = BatchLimit(None, 4, lowest_ceiling=0.85)
