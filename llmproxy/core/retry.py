@@ -33,8 +33,8 @@ class Cause(Enum):
     NOT_TRANSFERRED = "not_transferred"  # A prefill answer has no usable parameters, or its engine is unreachable.
     # The engine accepted the body.
     BROKEN = "broken"  # The connection was reset or closed, or carried no HTTP.
-    # The port refuses connections while this connection is open. Or, after a drain, the connection broke or the drain's
-    # deadline passed.
+    # No crash (BROKEN): the port refuses connections while this connection is open. Or, after a drain, the connection
+    # broke or the drain's deadline passed.
     GONE = "gone"
     HUNG = "hung"  # Outlier detection found that the backend hangs.
     ENGINE_DEAD = "engine_dead"  # The server reports that its engine died.

@@ -36,7 +36,8 @@ class HealthSettings:
     ejected_ratio_max: float
     slow_start_s: float  # Time over which a recovered backend is brought to its limit.
     hung_s: float  # Shortest silence that ejects a backend; inf for never.
-    # Slowdown of a backend that ejects it: time per token divided by the backend's earlier time; inf for never.
+    # Slowdown of a backend that ejects it: time per token divided by the backend's earlier time and by the slowdown of
+    # the other backends; inf for never.
     slow_factor: float
 
 

@@ -32,7 +32,8 @@ READY = "/ready"
 PROBES = frozenset({"/health", READY, "/version"})  # Paths that both ports serve.
 ANTHROPIC = "anthropic-version"  # The header field that every client of Anthropic's API sends.
 ADDED: dict[str, tuple[str, Callable[[web.BaseRequest], web.Response]]] = {}
-"""Path -> method and handler, from a program that embeds the proxy. They precede the proxy's administrative paths."""
+"""Path -> method and handler, from a program that embeds the proxy. They must be administrative
+paths, and precede the proxy's own."""
 OWN = PROBES | {ROOT, PING, MODELS, USAGE}
 """The paths that `Pages.show` answers, in addition to the paths of single models below MODELS."""
 

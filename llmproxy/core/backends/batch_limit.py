@@ -39,8 +39,8 @@ class BatchLimit:
     Growth: the limit starts at `start`, and doubles while it is used and no sequence waits.
 
     Convergence: if sequences keep waiting while the number of running sequences no longer increases, this number is a
-    *plateau*, and becomes the limit. If a later trial runs more sequences, the plateau is discarded, and the limit grows
-    again, by at least a quarter.
+    *plateau*, and becomes the limit. If a later trial runs more sequences, the plateau is discarded, and the limit
+    grows again, by at least a quarter.
 
     Trials: the cause of a plateau (long prompts, a full KV cache) may pass. So after some scrapes without waiting
     sequences, one sequence more than the plateau is tried. The number of scrapes doubles while trials find the same

@@ -41,7 +41,7 @@ class Placement(ABC):
         """Event: the backend computes the prompt of a decode stage itself, without the blocks of the prefill stage."""
 
     def started(self, lease: int, now: float) -> None:
-        """Event: the first byte of the answer arrived."""
+        """Event: the first token of a stream arrived, or the first bytes of another answer."""
 
     def finished(self, lease: int, verdict: Verdict, usage: Usage | None, now: float) -> None:
         """Event: the attempt under `lease` ended. `usage` is None if its tokens are unknown."""

@@ -23,7 +23,7 @@ from llmproxy.gateway.http.errors import INTERNAL_MESSAGE, Failure
 from llmproxy.gateway.http.routes import Dialect
 from llmproxy.gateway.proxying.answers import Answers
 from llmproxy.gateway.proxying.calls import UsageQuestions, call_for, learn_usage
-from llmproxy.gateway.proxying.continued.serving import may_continue, prepare_rest
+from llmproxy.gateway.proxying.continued.prepare import may_continue, prepare_rest
 from llmproxy.gateway.proxying.failures import deliver_failure, fail
 from llmproxy.gateway.proxying.relay import end_broken
 from llmproxy.gateway.proxying.request_context import RequestContext, make_request
