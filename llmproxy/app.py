@@ -111,7 +111,7 @@ class Proxy:
 
     @property
     def open_requests(self) -> int:
-        """The number of requests that have begun and not ended."""
+        """The number of requests that have begun and not ended; with workers, only if their body has arrived."""
         return self.front.open_requests
 
     def reconfigure(self, config: Config) -> None:

@@ -121,8 +121,7 @@ class RetryBudget:
     """Limits retries to a share of requests, so that retries do not overload a failing fleet.
 
     A retry is free if the failed attempt left no work in an engine: no byte was sent, or the process shuts down or
-    hangs.
-    The rest of a stream is never free, because its prompt is extra work for the other backends.
+    hangs. The rest of a stream is never free, because its prompt is extra work for the other backends.
     """
 
     def __init__(self, ratio: float) -> None:

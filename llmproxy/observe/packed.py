@@ -21,7 +21,10 @@ def packed(value: object) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a string of a subclass, such as a header name, as a plain string."""
+    """Returns `value`, an instance of a subclass of `str` such as a header name, as a plain `str`.
+
+    Raises NotImplementedError for other types.
+    """
     if isinstance(value, str):
         return str(value)
     raise NotImplementedError(type(value).__name__)

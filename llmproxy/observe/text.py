@@ -9,7 +9,11 @@ _is_word = re.compile(r"[!#-<>-~]+").fullmatch
 
 
 def shown(value: object) -> str:
-    """Returns a value as a printable word or JSON string. It can neither begin a new line nor control the terminal."""
+    """Returns a text or number as a printable word, or as a JSON string if it is none.
+
+    A dict or list becomes `{key:value,...}` or `[item,...]` of these. No result begins a new line or controls the
+    terminal.
+    """
     if isinstance(value, str):
         if _is_word(value):
             return value

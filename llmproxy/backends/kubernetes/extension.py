@@ -24,7 +24,7 @@ POOL_GROUPS = ("inference.networking.k8s.io", "inference.networking.x-k8s.io")
 
 
 class WrongObjectError(Exception):
-    """An object is invalid or uses an unsupported feature."""
+    """An object that is left out: it is invalid, uses an unsupported feature, or has the name of an older object."""
 
 
 def entries_of(objects: Iterable[tuple[str, CustomObject]], pools: Collection[tuple[str, str]]) -> Entries:

@@ -104,7 +104,11 @@ class BackendLoad:
         self._mixed = False
 
     def answered(self, flight: InFlight, usage: Usage, rates: PoolRates, now: float) -> None:
-        """Learns from a non-streamed answer, unless the request waited for an adapter or for an unknown time."""
+        """Learns from a non-streamed answer. At most one answer per WHOLE_EVERY_S counts.
+
+        An answer does not count if the request had to load its adapter, or if it is unknown how long it waited in the
+        engine.
+        """
         steps = usage.output_tokens / flight.request.sequences
         if flight.began_s is None or flight.deferred or flight.cold_adapter or steps < 1.0 or now < self._learns_at_s:
             return

@@ -1,4 +1,7 @@
-"""Heaps with lazy deletion: an outdated entry stays in the heap until it reaches the top."""
+"""Heaps with lazy deletion: an outdated entry stays in the heap until it reaches the top, or until the heap is cleaned.
+
+A heap is cleaned when outdated entries are the majority.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ HeapEntry = tuple[Key, int, Item]  # (Key, serial number of the push, item). Equ
 
 
 class LazyHeap(Generic[Key, Item]):
-    """A priority queue. A removed entry stays in the heap until it reaches the top.
+    """A priority queue. A removed entry stays in the heap until it reaches the top, or until the heap is cleaned.
 
     An entry is valid while `counts(entry)` is true. Other entries are skipped.
     """
@@ -104,7 +107,7 @@ class KeyedHeap:
             self._unsorted = [one for one in self._unsorted if self._is_current(one)]
 
     def least_first(self, default: float) -> float:
-        """Returns the first number of the least key, `default` without any name."""
+        """Returns the first number of the least key, or `default` if the heap is empty."""
         if len(self.current) > 1:
             entry = self._sorted().least()
             return default if entry is None else entry[0][0]

@@ -9,8 +9,8 @@ from enum import StrEnum
 class BodyKind(StrEnum):
     """The format of a route's request body, which determines how the proxy reads it.
 
-    The proxy can ask `CHAT` and `COMPLETION` streams for usage. `OTHER` is a JSON body of an endpoint whose engine does
-    not check `stream`. `FORM` is multipart/form-data.
+    The proxy can ask `CHAT` and `COMPLETION` streams for usage. `OTHER` is any other JSON body. The engine accepts any
+    value of `stream` there, so the proxy does too. `FORM` is multipart/form-data.
     """
 
     CHAT = "chat"

@@ -95,8 +95,9 @@ class Utilisation(_Model):
 
 
 class Loaded(_Model):
-    """The output between the warm-up and the last arrival, without the tail in which the fleet completes its requests.
+    """The output between the warm-up and the end of the trace, without the tail.
 
+    The trace ends at its latest nominal arrival; in closed loops, requests may still arrive later.
     `output_tokens` are the tokens streamed in that time, by band, also of requests that failed later.
     """
 

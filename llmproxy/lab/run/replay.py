@@ -271,7 +271,10 @@ class Run:
             self._give_up(arrival.then, record)
 
     def _give_up(self, turn: Arrival | None, failed: Record) -> None:
-        """Counts the requests that a closed loop does not send after a failure as missed, or failures would help."""
+        """Counts the later requests of a closed loop as missed, because they are not sent after a failed request.
+
+        Otherwise a failure would improve the results.
+        """
         for one in turns_of(turn):
             self._add(Record(one, failed.ended_s, failed.band, Outcome.CANCELLED, failed.ended_s))
 

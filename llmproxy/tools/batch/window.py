@@ -14,10 +14,11 @@ PAUSE_MAX_S = 60.0
 
 
 class Window:
-    """The number of requests that may be open at once; `fixed` sets a constant number.
+    """The number `size` of requests that may be open at once; with `fixed` it stays constant.
 
-    The number doubles with every `size` answers. After the first sign of a full server, it grows by 1 with every `size`
-    answers. A refusal halves it.
+    While all places are in use, it grows by 1 with each answer, so it doubles after `size` answers. After the first
+    refusal, failure, or wait of more than WAIT_S, it grows by 1 per `size` answers. A refusal or failure halves it,
+    once for all requests that were already sent.
     """
 
     def __init__(self, fixed: int | None = None) -> None:

@@ -1,7 +1,7 @@
 """The two stages of a split request (prefill, then decode): the handover between them, and how each stage fails.
 
-The client gets no byte of the answer before the decode stage has sent a token. If a stage fails, the request starts
-again, split or whole, so a failure costs only time.
+The client gets no byte of the answer before the decode stage has sent a token. Until then, a request whose stage fails
+usually starts again, split or whole, so the failure costs only time. `decide_stage_retry` has the rules.
 """
 
 from __future__ import annotations

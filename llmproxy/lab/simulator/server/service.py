@@ -223,7 +223,10 @@ class Service:
         self.pacer.submit(job)
 
     def continued(self, body: Body) -> Body:
-        """Returns the body of `/v1/responses` with the earlier conversation prepended. Raises ApiError 404."""
+        """Returns the body of a request to `/v1/responses` with the earlier conversation prepended to the input.
+
+        `previous_response_id` names that conversation. Raises ApiError: 404 for an unknown response or model.
+        """
         previous = body.get("previous_response_id")
         if previous is None or not isinstance(body.get("input"), str | list):
             return body
