@@ -158,7 +158,9 @@ class Pass(Struct):
                 patient = len(self.parts.room.waiting) == 1 or not self.parts.room.any_below(level)
                 unmatched.later_most = max(1, self.most - self.steps)
                 found = first_fit(band, placement, views, ceiling, limits, unmatched, self.now, patient=patient)
-                assigned = self._note_search(band, unmatched)
+                assigned = len(unmatched.later)
+                if assigned or unmatched.lines >= LINES_A_STEP:
+                    self._count_search(band, unmatched)
             if isinstance(found, Limited):
                 # A usage limit of the request is full, so it leaves the flow until the limit has room.
                 self.parts.room.block(found.queued, found.limit)
@@ -172,15 +174,13 @@ class Pass(Struct):
             return found
         return self._book(found, guaranteed)
 
-    def _note_search(self, band: Band, unmatched: Unmatched) -> int:
-        """Counts the steps of a search, and returns how many requests it assigned to backends without room."""
-        assigned = len(unmatched.later)
+    def _count_search(self, band: Band, unmatched: Unmatched) -> None:
+        """Counts the steps of a search, and sorts the requests that it assigned to backends without room."""
         for queued in unmatched.later:
             band.sort(queued)
+        self.steps += len(unmatched.later) + unmatched.lines // LINES_A_STEP
         unmatched.later.clear()
-        self.steps += assigned + unmatched.lines // LINES_A_STEP
         unmatched.lines %= LINES_A_STEP
-        return assigned
 
     def _book(self, found: Fit, guaranteed: bool) -> Grant:
         """Books a lease for a request on the backend that was chosen, and adds the Grant to `decisions`."""

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from llmproxy.cli.flags import flag_of, from_environment, from_flags
-from llmproxy.config import Config, ConfigError, Override, keys, keys_of_files, load, warnings_of
+from llmproxy.config import ConfigError, Override, keys, keys_of_files, load, warnings_of
 from llmproxy.config.document import OLD_KEYS
-from llmproxy.lab.policies.by_name import plan_named
 from tests.config.test_load import problems
 
 ADVICE = "is the old name of scheduling.preemption and works until 0.1.0; write"
@@ -88,8 +87,3 @@ def test_old_and_new_flag_together_are_refused(old: str) -> None:
         from_flags(flags, ())
     with pytest.raises(ConfigError, match=r"is set by .* too; give only one of them"):
         from_environment({f"LLMPROXY_{name.upper()}": text for name, text in flags.items()})
-
-
-def test_old_key_is_a_parameter_of_a_policy() -> None:
-    old, new = (plan_named(f"cost({key}=false)", Config()) for key in ("withdrawal", "preemption"))
-    assert old.settings == new.settings != plan_named("cost", Config()).settings

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import typer
 from aiohttp import web
-from aiohttp.test_utils import TestServer
+from aiohttp.test_utils import BaseTestServer, TestServer
 from typer.testing import CliRunner, Result
 
 from llmproxy.cli import first_hour
@@ -29,7 +29,7 @@ async def server() -> AsyncIterator[TestServer]:
         yield found
 
 
-def url_of(server: TestServer) -> str:
+def url_of(server: BaseTestServer) -> str:
     return f"http://127.0.0.1:{server.port}"
 
 
