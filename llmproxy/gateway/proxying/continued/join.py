@@ -36,13 +36,15 @@ class JoinedTap(StreamTap):
     """
 
     __slots__ = (
-        "_beginning", "_begun", "_pending", "_repeated", "_rest", "_sent", "_space", "_text",
+        "_beginning", "_begun", "_held", "_pending", "_repeated", "_rest", "_sent", "_space", "_text",
     )  # fmt: skip
 
     def __init__(self, hide_usage: bool, rest_of: RestOf) -> None:
         super().__init__(hide_usage, holds=True)
         self._sent, self._rest, self._space = rest_of.sent, rest_of.rest, rest_of.rest.space
         self._repeated = list(rest_of.rest.repeated)
+        # Tokens without text, of an incomplete character, that the client has received and the engine generates again.
+        self._held = self._sent.held_tokens
         # The beginning of the answer, while the text of the rest repeats it; then empty. Meanwhile `_pending` holds
         # events.
         known = self._sent.text.lstrip()[:AGAIN_CHARS]
@@ -127,6 +129,8 @@ class JoinedTap(StreamTap):
         sent = self._sent
         delta = choice.get("delta", choice)
         self.finished = self.finished or choice.get("finish_reason") is not None
+        # An event without text, role and end is a token of a character that is not complete. It counts.
+        is_token = not delta.get("role")
         if delta is not choice and delta.get("role"):
             if choice["index"] in sent.roles:
                 del delta["role"]
@@ -144,17 +148,25 @@ class JoinedTap(StreamTap):
         if self._beginning:
             self._text += delta.get("text") or delta.get("content") or ""
         if self._space:
-            self._remove_space(delta)
+            is_token = not self._remove_space(delta) and is_token
+        text = delta.get("text") or delta.get("content")
+        self._held = 0 if text else self._held
+        if self._held and is_token and not choice.get("token_ids") and choice.get("finish_reason") is None:
+            self._held -= 1
+            return False
         if self._repeated and choice.get("token_ids") and not self._remove_ids(choice):
             return bool(delta.get("text") or delta.get("content") or choice.get("finish_reason"))
-        if delta is choice or choice.get("token_ids") or choice.get("finish_reason") is not None:
+        if delta is choice or is_token or choice.get("token_ids") or choice.get("finish_reason") is not None:
             return True
         return any(delta.values())
 
-    def _remove_space(self, delta: dict[str, Any]) -> None:
-        """Removes white space that the client has received, or a space that the engine wrote in its place."""
+    def _remove_space(self, delta: dict[str, Any]) -> bool:
+        """Removes white space that the client has received, or a space that the engine wrote in its place.
+
+        Returns whether anything was removed.
+        """
         name = "text" if "text" in delta else "content"
-        text = delta.get(name) or ""
+        text = whole = delta.get(name) or ""
         if self._space == self._rest.space and text[:1] == " " and self._space[0] != " ":
             # The new prompt has no line breaks at its end, so the engine begins the next word with a space.
             text, self._space = text[1:], ""
@@ -164,6 +176,7 @@ class JoinedTap(StreamTap):
             self._space = ""
         if name in delta:
             delta[name] = text
+        return text != whole
 
     def _remove_ids(self, choice: dict[str, Any]) -> bool:
         """Removes token ids that the client has received. Returns whether some are left.

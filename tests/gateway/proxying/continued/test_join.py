@@ -108,6 +108,39 @@ def test_any_cut_gives_each_token_once(
     assert counted == [whole] * usage
 
 
+@given(
+    kind=st.sampled_from([CHAT, COMPLETION]),
+    cuts=st.lists(st.floats(0, 1, exclude_max=True), min_size=2, max_size=3),
+    limit=st.integers(1, len(PIECES) + 2),
+    ids=st.booleans(),
+)
+# The rest has an event without text, which is a token of an incomplete character.
+@example(kind=CHAT, cuts=[0.0, 0.9375], limit=9, ids=False)
+# The second engine generates such a token again.
+@example(kind=CHAT, cuts=[0.875, 0.75], limit=9, ids=False)
+def test_any_cuts_one_after_the_other_give_each_token_once(
+    kind: BodyKind, cuts: list[float], limit: int, ids: bool
+) -> None:
+    body = BODIES[kind] % limit
+    seen, tap, stream = b"", StreamTap(holds=True), events(kind, until=limit, ids=ids)
+    try:
+        for share in cuts:
+            # At least the usage and the end mark are missing.
+            seen += tap.feed(b"".join(stream[:-2])[: int(share * len(b"".join(stream[:-2])))])
+            sent = drain(read_sent(seen))
+            assert sent is not None
+            rest = drain(write_rest(body, kind, sent, limit))
+            tap, stream = JoinedTap(False, RestOf(sent, rest, 0.0)), answered(kind, rest.body, usage=True, ids=ids)
+    except NotContinued:
+        assert (kind, ids) == (CHAT, True)
+        return
+    found = parsed(seen + tap.feed(b"".join(stream)) + tap.flush())
+    choices = [choice for event in found for choice in event["choices"]]
+    text = "".join(choice.get("delta", choice).get("content" if kind is CHAT else "text") or "" for choice in choices)
+    assert text == "".join(PIECES[:limit])
+    assert [event["usage"]["completion_tokens"] for event in found if event.get("usage")] == [min(limit, len(PIECES))]
+
+
 @pytest.mark.parametrize(
     ("kind", "ids", "tokens", "how"),
     [
