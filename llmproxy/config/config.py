@@ -344,7 +344,7 @@ class Config(Section):
         return names | {CRITICAL: "critical", DEFAULT: "default", SHEDDABLE: "sheddable", IDLE: "idle"}
 
     def ceilings(self) -> dict[int, float]:
-        """Maps bands to ceilings: the configured ones, and those of CEILINGS that are not configured."""
+        """Maps bands to their ceilings. A band without a configured ceiling has its ceiling in CEILINGS."""
         return {**CEILINGS, **self.by_band(self.scheduling.ceilings)}
 
     def by_band(self, section: Mapping[str, float]) -> dict[int, float]:
